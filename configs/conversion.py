@@ -1,15 +1,15 @@
 """From RoPE to p-RoPE at the sizes that people run: Gemma 3 4B and Llama 3.1 8B, 1 B tokens each.
 
-What       The slow pairs of a published model stop one after the other in an eighth of the steps,
-           the slowest first; half of the loss is the divergence from the model as it was. Gemma's
-           full layers keep a quarter of their pairs, as Gemma 4's, Llama's layers three quarters.
+What       The slow pairs of a published model stop, and it trains on. Gemma's full layers keep a
+           quarter of their pairs, as Gemma 4's, Llama's layers three quarters.
 Command    python -m prope.import_hf --input=google/gemma-3-4b-pt --workdir=W0
            python -m prope.train --config=configs/conversion.py:gemma3_4b --workdir=W \\
                --init_from=W0 --config.data.data_dir=DATA --config.data.tokenizer=W0/tokenizer
            :llama31_8b the same with meta-llama/Llama-3.1-8B; :tiny converts nothing. Memory:
            python -m prope.plan --config=configs/conversion.py:gemma3_4b --topology=h100:8
-Hardware   8 H100: 55 (Gemma) and 52 (Llama) of the 78 GB of each; compiled on 2026-11-26, not run.
-Hours      3.1 and 5.8 at 40 % of their peak, computed; a roofline of the plan has 1.2 and 2.3.
+Hardware   8 H100: at most 55 (Gemma) and 52 (Llama) of the 78 GB of each; compiled on 2026-11-26
+           with the model as it was beside it, which dfe6f76 was the last to keep. Not run.
+Hours      At most 3.1 and 5.8 at 40 % of their peak, computed likewise.
 Expected   Not yet run.
 """
 
@@ -74,8 +74,4 @@ def get_config(argument: str = "gemma3_4b"):
     config.optimizer.warmup_steps = 100
     config.model.remat = "minimal"
     MODELS[name](config)
-    if size == "tiny":
-        return sized(config, size)
-    config.convert.schedule_steps = config.num_steps // 8
-    config.convert.distill_weight = 0.5
-    return config
+    return sized(config, size or "full")

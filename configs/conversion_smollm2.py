@@ -1,9 +1,7 @@
 """SmolLM2 135M from RoPE to p-RoPE: its slow pairs stop, then 0.4 M tokens of training.
 
 What       Four values of p, three orders of the text; p = 1 is the control: the same steps, nothing
-           stopped. 76 articles to train on, 30 others to evaluate. :scheduled stops the pairs one
-           after the other, slowest first; in :distilled half of the loss is the divergence from the
-           model as it was.
+           stopped. 76 articles to train on, 30 others to evaluate.
 Command    python -m prope.import_hf --input=HuggingFaceTB/SmolLM2-135M-Instruct --workdir=W0
            python launch/sweep.py --config=configs/conversion_smollm2.py --workdir=W \\
                --init_from=W0 --config.data.tokenizer=W0/tokenizer --config.data.data_dir=DATA
@@ -21,12 +19,8 @@ from prope.config import sized
 
 smollm2 = runpy.run_path(str(pathlib.Path(__file__).with_name("smollm2_135m.py")))
 
-METHODS = ("full", "scheduled", "distilled", "tiny")
 
-
-def get_config(method: str = "full"):
-    if method not in METHODS:
-        raise ValueError(f"{method}: must be one of {', '.join(METHODS)}")
+def get_config(size: str = "full"):
     config = smollm2["get_config"]()
     config.num_steps = 200
     config.batch_size = 2  # windows, so 2048 tokens
@@ -43,12 +37,8 @@ def get_config(method: str = "full"):
     config.optimizer.warmup_steps = 20
     config.eval.batch_size = 2
     config.eval.max_windows = 16
-    if method == "scheduled":
-        config.convert.schedule_steps = config.num_steps // 2
-    if method == "distilled":
-        config.convert.distill_weight = 0.5
-    return sized(config, "tiny" if method == "tiny" else "full")
+    return sized(config, size)
 
 
-def get_sweep(method: str = "full"):
+def get_sweep(size: str = "full"):
     return {"seed": (0, 1, 2), "model.rope_percentage": (1.0, 0.75, 0.5, 0.25)}

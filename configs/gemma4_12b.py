@@ -7,7 +7,7 @@ Command    python -m prope.import_hf --input=google/gemma-4-12B --workdir=W0
                --config.data.data_dir=DATA --config.data.tokenizer=W0/tokenizer
            DATA as in gemma_2b_wiki.py; from scratch without --init_from,
            with the same tokenizer.
-Hardware   64 TPU v5p, 41 of the 103 GB of each, or 64 H100, 65 of the 78 GB of each. Compiled,
+Hardware   64 TPU v5p, 41 of the 103 GB of each, or 64 H100, 67 of the 78 GB of each. Compiled,
            which takes half an hour for v5p.
 Hours      4.2 billion tokens, about 3.6e20 FLOPs: 9 on 64 v5p at 40 % of their peak. Computed.
 Expected   Not yet run. The learning rate is ours.

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from absl import flags
 from ml_collections import config_flags
 
-from prope.config import FIELDS, python_file
+from prope.config import FIELDS, describe_left, python_file
 from prope.errors import (
     INTERRUPTED,
     UsageError,
@@ -36,7 +36,7 @@ from prope.errors import (
 
 _WIDTH = 100  # columns of --help
 _MAX_INDENT = 34
-_STOPPED = "stopped by Ctrl-C; the same command goes on from the last checkpoint"
+_STOPPED = "stopped by Ctrl-C; the same command goes on from the last checkpoint, if there is one"
 _FIELDS_HELP = (
     "--config.FIELD=VALUE, after --config, sets a config field; prope/config.py has all of them, "
     "with their defaults and meanings."
@@ -99,11 +99,13 @@ def run(
     except KeyboardInterrupt:
         message = _STOPPED
         code = INTERRUPTED
+        leave = os._exit  # at exit JAX clears its caches: a crash where a compilation was cut off
     except Exception as error:
         message, code = _describe_error(error)
         if is_disk_full(error):
             leave = os._exit  # at exit, libraries would write to the full disk once more
     _on_ctrl_c(signal.SIG_DFL)  # leaving may take seconds
+    sys.stdout.flush()
     print(message, file=sys.stderr, flush=True)
     leave(code)
 
@@ -304,8 +306,8 @@ def _flag_error(error: Exception, argv: list[str], names: list[str]) -> str:
     for argument in argv:
         override = re.match(r"--?config\.([\w.]+)", argument)
         if override and fields and override[1] not in fields:
-            hint = nearest(override[1], fields)
-            return f"--config.{override[1]}: there is no such config field{hint}"
+            problem = f"there is no such config field{nearest(override[1], fields)}"
+            return f"--config.{override[1]}: {describe_left(override[1]) or problem}"
     if isinstance(error, flags.UnrecognizedFlagError):
         hint = _nearest_flag(error.flagname, names, fields)
         return f"--{error.flagname}: there is no such flag{hint}; --help lists the flags"
@@ -321,8 +323,11 @@ def _flag_error(error: Exception, argv: list[str], names: list[str]) -> str:
     trace = "".join(traceback.format_exception(error))
     frames = re.findall(r'File "(.+)", line (\d+), in get_config', trace)
     place = "{} line {}: ".format(*frames[-1]) if frames else ""
-    unknown = re.search(r'Key "(\w+)" does not exist', lines[0])
+    # A field of a group, which may not be set, or a group, which is not found.
+    unknown = re.search(r"""(?:Key "|^"')(\w+)(?:" does not exist|'"$)""", "\n".join(lines))
     if unknown:
+        if left := describe_left(unknown[1]):
+            return f"{place}config.{unknown[1]}: {left}"
         hint = nearest(unknown[1], [name.split(".")[-1] for name in FIELDS])
         return f"{place}there is no config field {unknown[1]}{hint}"
     if isinstance(error, OSError) and not frames:

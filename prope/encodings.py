@@ -9,7 +9,6 @@ A cutoff and a hard clip are p-RoPE with another rule for p; the others are not.
 
 import math
 import re
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -266,9 +265,6 @@ def layer_frequencies(model, seq_len: int | None = None) -> list[np.ndarray]:
     return [np.where(is_scaled, freqs / slower, freqs) for freqs, is_scaled in both]
 
 
-Phases = dict[str, jax.Array]  # of `phase_per_token`, by kind of layer [n, 2, P]
-
-
 class Tables(NamedTuple):
     """Tables of rotation: layers of one kind and encoding share one."""
 
@@ -290,9 +286,13 @@ def rotation_tables(model, positions: jax.Array, seq_len: int) -> Tables:
     removed_by_layer = [np.zeros(len(freqs), bool) for freqs in freqs_by_layer]
     if model.rope_scaling_type == "remove":
         removed_by_layer = in_band(model)
-    both = zip(freqs_by_layer, removed_by_layer, strict=True)
-    encodings = [(tuple(freqs), tuple(removed)) for freqs, removed in both]
-    by_kind, indices = _distinct(layer_kinds(model), encodings)
+    by_kind: dict[str, list] = {kind: [] for kind in layer_kinds(model)}
+    indices = []
+    for kind, *arrays in zip(layer_kinds(model), freqs_by_layer, removed_by_layer, strict=True):
+        encoding = tuple(map(tuple, arrays))
+        if encoding not in by_kind[kind]:
+            by_kind[kind].append(encoding)
+        indices.append(by_kind[kind].index(encoding))
 
     def make_table(freqs, removed):
         table = phase_table(positions, phase_per_token(freqs))
@@ -303,86 +303,9 @@ def rotation_tables(model, positions: jax.Array, seq_len: int) -> Tables:
 
     tables = {}
     for kind, of_kind in by_kind.items():
-        tables[kind] = [make_table(*encoding) for encoding in of_kind]
-    return _join_tables(tables, indices)
-
-
-def _distinct(kinds: list[str], encodings: Iterable) -> tuple[dict[str, list], np.ndarray | None]:
-    """Lists the encodings of every kind, each once, and the `Tables.indices` of the layers."""
-    by_kind: dict[str, list] = {kind: [] for kind in kinds}
-    indices = []
-    for kind, encoding in zip(kinds, encodings, strict=True):
-        of_kind = by_kind[kind]
-        if encoding not in of_kind:
-            of_kind.append(encoding)
-        indices.append(of_kind.index(encoding))
-    return by_kind, np.array(indices) if any(indices) else None
-
-
-def _join_tables(tables: dict[str, list], indices: np.ndarray | None) -> Tables:
-    """Joins the tables of every kind's encodings."""
-    by_kind = {}
-    for kind, of_kind in tables.items():
-        by_kind[kind] = jnp.stack(of_kind) if len(of_kind) > 1 else of_kind[0]
-    return Tables(by_kind, indices)
-
-
-class StoppingSchedule:
-    """Slows the pairs that a conversion stops down to frequency 0 in n steps, the slowest first.
-
-    The K pairs of a layer that stop take turns. Pair i, counted from the slowest, has at step s
-    clip(i + 1 - s K / n, 0, 1) times its frequency: all of it at step 0, nothing from step n on.
-    """
-
-    def __init__(self, before, after, num_steps: int, seq_len: int):
-        """Takes a `config.model` before and after, and n.
-
-        Raises ValueError where a pair does anything else than to rotate as before, or to stop.
-        """
-        if after.rope_scaling_type == "remove":
-            raise ValueError("model.rope_scaling_type=remove takes pairs away")
-        self._num_steps = num_steps
-        layers = []
-        both = (layer_frequencies(before, seq_len), layer_frequencies(after, seq_len))
-        for number, (old, new) in enumerate(zip(*both, strict=True)):
-            changed = np.flatnonzero((new != old) & (new != 0))
-            if changed.size:
-                pair = changed[0]
-                change = f"from {old[pair]:.4g} to {new[pair]:.4g} radians per token"
-                raise ValueError(f"pair {pair} of layer {number} changes {change}")
-            layers.append((tuple(old), tuple(new)))
-        self._by_kind, self._indices = _distinct(layer_kinds(after), layers)
-
-    def phases(self, step: int) -> Phases:
-        """Returns the phases per token after `step` updates, by kind of layer uint32 [n, 2, P]."""
-        return {
-            kind: np.stack([self._slow_down(*layer, step) for layer in layers])
-            for kind, layers in self._by_kind.items()
-        }
-
-    def tables(self, phases: Phases, positions: jax.Array) -> Tables:
-        """Makes the tables of all layers from `phases`, which may be traced."""
-        tables = {}
-        for kind, of_kind in phases.items():
-            tables[kind] = [phase_table(positions, phase) for phase in of_kind]
-        return _join_tables(tables, self._indices)
-
-    def _slow_down(self, old: tuple[float, ...], new: tuple[float, ...], step: int) -> np.ndarray:
-        """Returns the phases per token, [2, P], of a layer after `step` updates."""
-        n = self._num_steps
-        slowest_first = sorted(range(len(old)), key=old.__getitem__)
-        stopping = [pair for pair in slowest_first if old[pair] != new[pair]]
-        shares = np.full(len(old), n, object)  # of n
-        for i, pair in enumerate(stopping):
-            remaining = (i + 1) * n - step * len(stopping)
-            shares[pair] = min(max(remaining, 0), n)
-        # In Python's integers, which do not round: the same on every machine.
-        high, low = phase_per_token(old).astype(object)
-        phases = high * 2**32 + low
-        slowed = phases * shares // n
-        high = slowed // 2**32
-        low = slowed % 2**32
-        return np.array([high, low], np.uint32)
+        made = [make_table(*encoding) for encoding in of_kind]
+        tables[kind] = jnp.stack(made) if len(made) > 1 else made[0]
+    return Tables(tables, np.array(indices) if any(indices) else None)
 
 
 def _frequencies(

@@ -41,7 +41,7 @@ _FREE_SPACE = (
 )
 _LESS_MEMORY = (  # remedy
     "lower the batch size or the length of the windows; training also takes a higher "
-    "config.accumulation, config.model.remat=full, or config.mesh.gather=layer; "
+    "config.accumulation or config.model.remat=full; "
     "python -m prope.plan computes what fits"
 )
 

@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from prope.attention import attention
-from prope.encodings import Tables, logit_scale, rotation_tables
+from prope.encodings import logit_scale, rotation_tables
 from prope.kernels.gated_mlp import ACTIVATIONS, gated_mlp
 from prope.kernels.matmul import einsum, einsum_to_float32
 from prope.kernels.softcap import softcap
@@ -293,14 +293,13 @@ def hidden_states(
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"] | None = None,
-    tables: Tables | None = None,
 ) -> Float[Array, "B T D"]:
     """Runs the decoder: the normalised output of the last layer, in `config.dtype`.
 
-    `logits` predicts the next tokens. `tables` replace those of `config`, a run's `config.model`.
+    `logits` predicts the next tokens. `config` is a run's `config.model`.
     """
     memory = _empty_memory(config, *tokens.shape) if config.num_kv_shared_layers else None
-    hidden, _ = _run(config, params, tokens, positions, memory, segment_ids, tables)
+    hidden, _ = _run(config, params, tokens, positions, memory, segment_ids)
     return hidden
 
 
@@ -344,11 +343,10 @@ def _empty_memory(config, B: int, T: int):
     return memory
 
 
-def _run(config, params, tokens, positions, memory, segment_ids=None, tables=None, decoding=None):
+def _run(config, params, tokens, positions, memory, segment_ids=None, decoding=None):
     """Embeds tokens, runs the layers and normalises: (`hidden_states` [B, T, D], the memory)."""
     x = embed(config, embedding(params), tokens)
-    if tables is None:
-        tables = rotation_tables(config, positions, context_size() * positions.shape[1])
+    tables = rotation_tables(config, positions, context_size() * positions.shape[1])
     per_layer = {"table": tables.indices}
     if config.per_layer_input_dim:
         per_layer["input"] = layer_inputs(config, params, tokens, x)

@@ -55,7 +55,7 @@ def main() -> dict:
     import jax
 
     from prope.cost.plan import plan, search
-    from prope.cost.topology import find_devices
+    from prope.cost.topology import as_if_attached, find_devices
     from prope.runtime.validate import validate
 
     config = FLAGS.config
@@ -80,7 +80,8 @@ def main() -> dict:
         options = xla_flags.GPU
         jax.config.update("jax_optimization_level", xla_flags.GPU_LEVEL)
     compute = search if FLAGS.search else plan
-    return compute(config, FLAGS.topology, devices, options)
+    with as_if_attached(devices):
+        return compute(config, FLAGS.topology, devices, options)
 
 
 if __name__ == "__main__":

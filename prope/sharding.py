@@ -259,16 +259,6 @@ def global_batch(
     return {name: make(value) for name, value in sequences.items()}
 
 
-def replicate(mesh: Mesh, tree):
-    """Puts arrays of NumPy, the same in every process, whole on every device."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
-
-    def put(value):
-        return jax.make_array_from_process_local_data(everywhere, value, value.shape)
-
-    return jax.tree.map(put, tree)
-
-
 def rank_positions(C: int, T: int) -> np.ndarray:
     """Returns the positions of the tokens of each context rank in a sequence of T, [C, T / C]."""
     if C == 1:

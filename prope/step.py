@@ -6,7 +6,7 @@
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,10 +16,9 @@ from ml_collections import ConfigDict
 
 from prope import model, sharding
 from prope.attention import choose_implementation
-from prope.encodings import Phases, StoppingSchedule, Tables
 from prope.errors import UsageError, log
 from prope.kernels.choice import matmul_precision
-from prope.loss import distilled_loss, weighted_loss
+from prope.loss import weighted_loss
 from prope.optimizer import keep_unless, make_optimizer
 from prope.sharding import hash_batch
 from prope.stack.layers import FULL, SLIDING, Layer, layers
@@ -115,93 +114,33 @@ def batch_shapes(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict[str, jax.S
 
 
 def batch_hidden(
-    config: ConfigDict,
-    params: model.Params,
-    batch: dict[str, jax.Array],
-    tables: Callable[[jax.Array], Tables] | None = None,
+    config: ConfigDict, params: model.Params, batch: dict[str, jax.Array]
 ) -> jax.Array:
-    """Runs the decoder on a batch: its output for every token, [B, T, D].
-
-    `tables` makes those of another encoding than the config's from positions.
-    """
+    """Runs the decoder on a batch: its output for every token, [B, T, D]."""
     segment_ids = batch["segment_ids"] if config.data.mask_documents else None
-    positions = batch["positions"]
     return model.hidden_states(
-        config.model, params, batch["tokens"], positions, segment_ids, tables and tables(positions)
+        config.model, params, batch["tokens"], batch["positions"], segment_ids
     )
 
 
-class Conversion(NamedTuple):
-    """How `config.convert` has the model of another run converted to the config's encoding.
-
-    Distillation keeps the parameters of the model as it was, sharded as those that are trained: 4
-    bytes more for each one, beside the activations of a forward pass without gradient. Its loss
-    all-gathers both tables that score tokens.
-    """
-
-    before: ConfigDict  # this run's, with the encoding of the model as it was
-    schedule: StoppingSchedule | None
-    distill_weight: float
-
-    def tables(self, phases: Phases | None) -> Callable[[jax.Array], Tables] | None:
-        """Returns what `batch_hidden` makes tables with; None without phases."""
-        return phases and functools.partial(self.schedule.tables, phases)
-
-
-class ConversionInputs(NamedTuple):
-    """What the step of a conversion takes beside the state and the batch."""
-
-    phases: Phases | None = None  # of the schedule, after the updates before this one
-    teacher: model.Params | None = None  # the parameters as they were
-
-
-def make_conversion(config: ConfigDict, before: ConfigDict | None = None) -> Conversion | None:
-    """Makes the conversion that `config.convert` asks for; None if it asks for none.
-
-    Without `before`, of any encoding: memory and speed are the same.
-
-    Raises ValueError where the schedule would do anything else than to stop pairs.
-    """
-    convert = config.convert
-    if not is_conversion(config):
-        return None
-    before = before or config
-    schedule = None
-    if convert.schedule_steps:
-        models = (before.model, config.model)
-        schedule = StoppingSchedule(*models, convert.schedule_steps, config.data.seq_len)
-    return Conversion(before, schedule, convert.distill_weight)
-
-
-def is_conversion(config: ConfigDict) -> bool:
-    """Tells whether training needs the model that `config.convert` converts."""
-    return bool(config.convert.schedule_steps or config.convert.distill_weight)
-
-
-def make_train_step(
-    config: ConfigDict,
-    optimizer: optax.GradientTransformation,
-    conversion: Conversion | None = None,
-):
+def make_train_step(config: ConfigDict, optimizer: optax.GradientTransformation):
     """Makes the update (params, opt_state, batch) -> (params, opt_state, metrics).
 
-    The metrics are loss, grad_norm and batch_hash. That of a conversion takes `ConversionInputs`
-    last; with distillation it has the metric distill_kl, in nats per token.
+    The metrics are loss, grad_norm and batch_hash.
     """
 
-    def step(params, opt_state, batch, inputs=None):
+    def step(params, opt_state, batch):
         # Microbatch i has rows i, i + accumulation, ..: each device holds rows of every microbatch.
         rows = len(batch["tokens"])
         microbatch_rows = rows // config.accumulation if config.accumulation > 1 else None
-        sums = functools.partial(_weighted_sums, config, conversion, inputs)
-        sums_and_gradient = jax.value_and_grad(sums, has_aux=True)
-        accumulated = optax.microbatch(sums_and_gradient, 1, microbatch_rows)
-        (_, losses), gradient = accumulated(params, batch)
+        loss_and_gradient = jax.value_and_grad(functools.partial(_summed_loss, config))
+        accumulated = optax.microbatch(loss_and_gradient, 1, microbatch_rows)
+        sums = accumulated(params, batch)
         # The mean is over the whole batch, because microbatches may differ in weight.
         num_tokens = jnp.maximum(batch["weights"].sum(), 1)
-        losses, gradient = jax.tree.map(lambda total: total / num_tokens, (losses, gradient))
+        loss, gradient = jax.tree.map(lambda total: total / num_tokens, sums)
         metrics = {
-            **losses,
+            "loss": loss,
             "grad_norm": optax.tree.norm(gradient),
             "batch_hash": hash_batch(batch),
         }
@@ -215,55 +154,27 @@ def make_train_step(
     return step
 
 
-def _weighted_sums(config, conversion, inputs, params, batch):
-    """Sums the losses of a batch: the one to be minimised, and those to be logged, by name."""
-    tables = conversion and conversion.tables(inputs.phases)
-    hidden = batch_hidden(config, params, batch, tables)
-    arguments = (hidden, model.head(params), batch["targets"], batch["weights"])
+def _summed_loss(config, params, batch):
+    """Sums the losses of a batch's tokens."""
+    hidden = batch_hidden(config, params, batch)
     cap = config.model.final_softcap
-    if conversion is None or not conversion.distill_weight:
-        loss = weighted_loss(*arguments, cap, config.mesh.gather != "layer")
-        return loss, {"loss": loss}
-    teacher = inputs.teacher
-    teacher_hidden = batch_hidden(conversion.before, teacher, batch)
-    teacher_arrays = (teacher_hidden, model.head(teacher))
-    sums = distilled_loss(*arguments, *teacher_arrays, cap, conversion.distill_weight)
-    return sums.total, {"loss": sums.loss, "distill_kl": sums.kl}
+    return weighted_loss(hidden, model.head(params), batch["targets"], batch["weights"], cap)
 
 
 def trace_step(
-    config: ConfigDict,
-    optimizer: optax.GradientTransformation,
-    mesh: jax.sharding.Mesh,
-    state,
-    conversion: Conversion | None = None,
+    config: ConfigDict, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh, state
 ) -> jax.stages.Traced:
     """Traces the training step for a mesh, to be lowered and compiled.
 
     Its devices may be on no machine. `state` is (params, opt_state) as shapes with shardings. The
-    step donates the buffers of its state. A conversion is by default one that costs as much.
+    step donates the buffers of its state.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    conversion = conversion or make_conversion(config)
-    inputs = (*state, batch_shapes(config, mesh))
-    if conversion:
-        inputs = (*inputs, _conversion_shapes(conversion, mesh, state[0]))
     step = jax.jit(
-        make_train_step(config, optimizer, conversion),
-        donate_argnums=(0, 1),
-        out_shardings=(*shardings, None),
+        make_train_step(config, optimizer), donate_argnums=(0, 1), out_shardings=(*shardings, None)
     )
     with sharding.use(mesh), matmul_precision(config.model.dtype):
-        return step.trace(*inputs)
-
-
-def _conversion_shapes(conversion: Conversion, mesh: jax.sharding.Mesh, params) -> ConversionInputs:
-    """Returns shapes, dtypes and shardings of a step's inputs; `params` are those of the state."""
-    phases = None
-    if conversion.schedule:
-        shapes = jax.tree.map(jax.typeof, conversion.schedule.phases(0))
-        phases = sharding.with_shardings(shapes, mesh)
-    return ConversionInputs(phases, params if conversion.distill_weight else None)
+        return step.trace(*state, batch_shapes(config, mesh))
 
 
 def compiler_options(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict[str, bool]:
@@ -289,15 +200,11 @@ def compiler_options(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict[str, b
 
 
 def compile_step(
-    config: ConfigDict,
-    optimizer: optax.GradientTransformation,
-    mesh: jax.sharding.Mesh,
-    state,
-    conversion: Conversion | None = None,
+    config: ConfigDict, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh, state
 ) -> jax.stages.Compiled:
     """Traces, lowers and compiles the training step; arguments as `trace_step`."""
     start = time.perf_counter()
-    lowered = trace_step(config, optimizer, mesh, state, conversion).lower()
+    lowered = trace_step(config, optimizer, mesh, state).lower()
     compiled = lowered.compile(compiler_options=compiler_options(config, mesh))
     log.info("compiled in %.1f s", time.perf_counter() - start)
     return compiled

@@ -7,10 +7,7 @@ functions of the config alone, so an interrupted run ends as an uninterrupted on
 
 With --init_from=W training begins with the parameters of the run W, or of an import, and a new
 optimizer, from step 0. The run is evaluated before its first step, and so is the model as it was:
-the record "init_from". Where the config has another encoding, the model is converted to it at once
-or, with config.convert.schedule_steps=n, by slowing the pairs that stop down to 0 in n steps, the
-slowest first (records "schedule"). config.convert.distill_weight adds the divergence from the model
-as it was, whose parameters are read from W again whenever the run resumes.
+the record "init_from". Where the config has another encoding, the model is converted to it at once.
 
 Several processes train one run where the environment says so (prope/runtime/processes.py). Exit
 codes: 0 done; 1 the run failed; 2 invalid input; 75 stopped on request, with everything saved; 76
@@ -53,10 +50,9 @@ from etils import epath
 from prope import sharding
 from prope.cost.flops import model_flops_per_token, peak_flops
 from prope.data.mixture import open_windows
-from prope.data.tokenizer import load_tokenizer
 from prope.data.windows import Windows, prefetch, train_batch
-from prope.encodings import FIELDS, Phases, describe
-from prope.errors import UsageError, log, usage_error, warn_if_unwritten
+from prope.encodings import describe
+from prope.errors import UsageError, log, warn_if_unwritten
 from prope.inference.losses import LossEvaluation
 from prope.inference.paired import sums_folder
 from prope.optimizer import warmup_steps
@@ -65,37 +61,22 @@ from prope.runtime.files import as_path
 from prope.runtime.memory import check_activations, check_memory
 from prope.runtime.processes import call_on_first, check_count, is_first, leave
 from prope.runtime.profiler import Profiler
+from prope.runtime.progress import compiling
 from prope.runtime.session import Session
 from prope.runtime.validate import validate, validate_devices
 from prope.stack import parameters
-from prope.step import (
-    Conversion,
-    ConversionInputs,
-    Prepared,
-    compile_step,
-    init_state,
-    is_conversion,
-    make_conversion,
-    prepare,
-    resolve_attention,
-)
+from prope.step import Prepared, compile_step, init_state, prepare, resolve_attention
 from prope.workdir.checkpoints import Checkpoints, newest_undamaged
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.metrics import MetricWriter
 from prope.workdir.reader import CheckpointReader
-from prope.workdir.records import SCHEDULE, UNCONVERTED
+from prope.workdir.records import UNCONVERTED
 from prope.workdir.run import Run, check_disk, check_same, open_workdir, write_config
-from prope.workdir.source import (
-    config_before,
-    open_source,
-    read_params,
-    read_teacher,
-    record_source,
-)
+from prope.workdir.source import config_before, open_source, read_params, record_source
 
 _MEMORY_ADVICE = (
     "lower config.batch_size or config.data.seq_len, raise config.accumulation, or set "
-    "config.model.remat=full or config.mesh.gather=layer; python -m prope.plan computes what fits"
+    "config.model.remat=full; python -m prope.plan computes what fits"
 )
 
 
@@ -131,14 +112,14 @@ def train(
             if step == first:  # invalid data has failed by now, before a long compilation
                 train_step = run.compile()
             params, opt_state, metrics = run.profiler.run(
-                step, train_step, params, opt_state, batch, *run.conversion_inputs(step)
+                step, train_step, params, opt_state, batch
             )
             run.writer.step(step, metrics)
             if step == first:
                 session.first_step(step, metrics)
             run.checkpoints.check()
             if session.poll(f"step {step}") and run.is_due(step, config.eval_every):
-                run.evaluate(step, params, *run.encodings_at(step))
+                run.evaluate(step, params)
             if run.is_due(step, config.checkpoint_every) or session.wants_save:
                 run.save(step, params, opt_state)
             session.stop_if_requested(step)
@@ -162,8 +143,6 @@ class Training:
             stop = session.interrupts.ask_to_stop
             self.lease = session.enter_context(open_workdir(path, config, stop))
         self.source = open_source(config, path, init_from)
-        with session.raise_on_all():
-            conversion = open_conversion(config, self.source)
         with session.raise_on_all():  # processes wait for one another here
             vocab_size = config.model.vocab_size
             self.windows = open_windows(config.data, vocab_size, "train")
@@ -173,11 +152,7 @@ class Training:
             validate_devices(config, jax.devices())
             check_activations(config, _MEMORY_ADVICE)
             self.prepared = prepare(config, jax.devices())
-            before = conversion and resolve_attention(conversion.before, jax.devices()[0])
-        local_config = self.prepared.config
-        self.conversion = conversion and conversion._replace(before=before)
-        self.evaluation = LossEvaluation(local_config, validation, conversion=self.conversion)
-        self.teacher = None
+        self.evaluation = LossEvaluation(self.prepared.config, validation)
         session.attach(path, self.prepared.mesh)
         with session.raise_on_all():
             self.check_disk()
@@ -211,41 +186,20 @@ class Training:
             log.info("init_hash %s", self.init_hash)
         if (self.start or self.source) and self.is_due(self.start, config.eval_every):
             self.evaluate_start(params)
-        if config.convert.distill_weight:
-            self.teacher = read_teacher(self.source, self.prepared.state[0], self.init_hash)
         return params, opt_state
 
     def evaluate_start(self, params) -> None:
-        """Evaluates the step to start from, as far as it has no records."""
-        for encoding in self.encodings_at(self.start):
+        """Evaluates the step to start from, as far as it has no records.
+
+        Before the first update, a run that begins from another encoding is evaluated with that too.
+        """
+        encodings = [None]
+        if self.start == 0 and config_before(self.config, self.source).model != self.config.model:
+            encodings = [UNCONVERTED, None]
+        for encoding in encodings:
             evaluated = functools.partial(self.writer.evaluated, self.start, encoding)
             if call_on_first(evaluated) is None:
                 self.evaluate(self.start, params, encoding)
-
-    def encodings_at(self, step: int) -> list[str | None]:
-        """Lists the encodings that are evaluated after `step` updates; None is the config's own.
-
-        Before the first update of a run that begins from another, it is that one's, too.
-        """
-        schedule_steps = self.config.convert.schedule_steps
-        if step:
-            return [SCHEDULE if step < schedule_steps else None]
-        if schedule_steps:
-            return [SCHEDULE, None]
-        before = config_before(self.config, self.source)
-        return [None] if before.model == self.config.model else [UNCONVERTED, None]
-
-    def phases(self, step: int) -> Phases | None:
-        """Returns those of a conversion's schedule after `step` updates, if it has one."""
-        if self.conversion is None or self.conversion.schedule is None:
-            return None
-        return sharding.replicate(self.prepared.mesh, self.conversion.schedule.phases(step))
-
-    def conversion_inputs(self, step: int) -> tuple:
-        """Returns what an update takes beside the state and the batch."""
-        if self.conversion is None:
-            return ()
-        return (ConversionInputs(self.phases(step - 1), self.teacher),)
 
     def batches(self) -> Iterator[dict]:
         """Yields the global batches of the steps after `start`, read some steps ahead.
@@ -268,8 +222,8 @@ class Training:
     def compile(self) -> Callable:
         """Compiles the training step; from then on a signal saves before it stops the run."""
         local_config, mesh, optimizer, state = self.prepared
-        with self.writer.pause():
-            step = compile_step(local_config, optimizer, mesh, state, self.conversion)
+        with self.writer.pause(), compiling():
+            step = compile_step(local_config, optimizer, mesh, state)
             check_memory(step, _MEMORY_ADVICE)
         self.session.compiled()
         return step
@@ -281,7 +235,7 @@ class Training:
     def evaluate(self, step: int, params, encoding: str | None = None) -> None:
         """Evaluates; a request to stop ends it, and the resumed run then evaluates this step.
 
-        `encoding` is one of `encodings_at`.
+        `encoding` is UNCONVERTED for that of the run that this one begins from, None for its own.
         """
         progress = f"a part of the evaluation of step {step}"
         go_on = functools.partial(self.session.poll, progress)
@@ -289,14 +243,13 @@ class Training:
         fields = {"encoding": encoding, "factor": 1.0} if encoding else {}
         folder = sums_folder(self.path, {"step": step} | fields)
         evaluation = self.evaluation
-        phases = self.phases(step if encoding == SCHEDULE else self.config.num_steps)
         if encoding == UNCONVERTED:
             before = config_before(self.config, self.source)
             before = resolve_attention(before, jax.devices()[0])
             evaluation = LossEvaluation(before, evaluation.windows)
         mesh = self.prepared.mesh
         with self.writer.pause():
-            record = evaluation.evaluate(params, mesh, folder, go_on, warn_if_unwritten, phases)
+            record = evaluation.evaluate(params, mesh, folder, go_on, warn_if_unwritten)
             if record is not None:
                 self.writer.evaluation(step, record | fields)
 
@@ -366,38 +319,6 @@ def start_or_resume(
     init = functools.partial(init_state, config, prepared.optimizer)
     params, opt_state = jax.jit(init, out_shardings=shardings)()
     return State(0, params, opt_state, hash_arrays(params))
-
-
-def open_conversion(config: ConfigDict, source: Run | None) -> Conversion | None:
-    """Prepares what `config.convert` asks for; raises UsageError where the models do not fit."""
-    if not is_conversion(config):
-        return None
-    steps = config.convert.schedule_steps
-    weight = config.convert.distill_weight
-    schedule = ("config.convert.schedule_steps", steps)
-    distill = ("config.convert.distill_weight", weight)
-    if source is None:
-        problem = "converts the model of another run"
-        raise usage_error(*(schedule if steps else distill), problem, "name it by --init_from")
-    before = config_before(config, source)
-    changed = [field for field in FIELDS if before.model[field] != config.model[field]]
-    others = set(changed) - {"rope_percentage", "local_rope_percentage"}
-    at_once = "leave it out: all changes at once"
-    if steps and others:
-        problem = f"stops pairs, and model.{min(others)} differs from that of {source.workdir}, too"
-        raise usage_error(*schedule, problem, at_once)
-    try:
-        conversion = make_conversion(config, before)
-    except ValueError as error:
-        raise usage_error(*schedule, f"only stops pairs, and {error}", at_once) from None
-    if weight:
-        names = (config.data.tokenizer, source.config.data.tokenizer)
-        ours, theirs = (load_tokenizer(name).fingerprint for name in names)
-        if ours != theirs:
-            problem = f"compares the next tokens of {names[1]} with those of another tokenizer"
-            remedy = "give the tokenizer of --init_from"
-            raise usage_error("config.data.tokenizer", names[0], problem, remedy)
-    return conversion
 
 
 def resume(

@@ -362,21 +362,6 @@ def cross_entropy(hidden, embedding, targets, weights, cap=None):
     return losses, grad_hidden, grad_embedding
 
 
-def divergence(hidden, embedding, teacher_hidden, teacher_embedding, weights, cap=None):
-    """Returns KL(teacher || model) [B, T] and gradients of its weighted sum, as `cross_entropy`."""
-    hidden = float64(hidden)
-    embedding = float64(embedding)
-    logits, slope = softcap(hidden @ embedding.T, cap)
-    teacher_logits, _ = softcap(float64(teacher_hidden) @ float64(teacher_embedding).T, cap)
-    probabilities = softmax(logits)
-    wanted = softmax(teacher_logits)
-    divergences = (wanted * np.log(wanted / probabilities)).sum(-1)
-    grad_logits = float64(weights)[..., None] * (probabilities - wanted) * slope
-    grad_hidden = grad_logits @ embedding
-    grad_embedding = einsum("btv,btd->vd", grad_logits, hidden)
-    return divergences, grad_hidden, grad_embedding
-
-
 def learning_rate(update, num_updates, warmup, peak, final):
     """The rate of an update (1, 2, ..): a linear warmup, then a cosine from `peak` to `final`."""
     if update < warmup:

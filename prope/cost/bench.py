@@ -21,9 +21,10 @@ from prope.rope import apply_p_rope
 from prope.runtime import xla_flags
 from prope.runtime.memory import step_bytes
 from prope.runtime.processes import check_count
+from prope.runtime.progress import compiling
 from prope.runtime.validate import validate_devices
 from prope.stack import parameters
-from prope.step import Prepared, compile_step, compiler_options, init_state, is_conversion, prepare
+from prope.step import Prepared, compile_step, compiler_options, init_state, prepare
 
 Shape = tuple[int, int, int, int]
 
@@ -165,16 +166,14 @@ def _attention_gradient(blocks: Blocks, T: int) -> Callable:
 def bench_step(config: ConfigDict, steps: int) -> dict:
     """Times warm steps of training on all devices, alternating with a plain matmul on one."""
     check_count()
-    if is_conversion(config):
-        problem = "is not timed: it needs another run's model"
-        raise usage_error("config.convert", dict(config.convert), problem, "leave it out")
     devices = jax.devices()
     first = devices[0]
     validate_devices(config, devices)
     prepared = prepare(config, devices)
     config, mesh, optimizer, shapes = prepared
     start = time.perf_counter()
-    step = compile_step(config, optimizer, mesh, shapes)
+    with compiling():
+        step = compile_step(config, optimizer, mesh, shapes)
     compile_seconds = time.perf_counter() - start
     # A CPU's clock is too coarse for one matmul: together the repeats take about a second.
     size = 8192

@@ -157,8 +157,8 @@ def _ideal_speed(result: dict, step_flops: float, chip: flops.Chip) -> dict:
 def search(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
     """Returns the fastest plan over every remat and the largest batch that fits.
 
-    `config.mesh.gather` is "head", or "layer" if nothing fits with that; the best plan gets "ahead"
-    if that still fits, on TPUs where it makes another program.
+    `config.mesh.gather` is "head"; the best plan gets "ahead" if that still fits, on TPUs where it
+    makes another program.
     """
     groups = len(devices) // (config.mesh.tensor * config.mesh.context)
 
@@ -177,15 +177,12 @@ def search(config: ConfigDict, topology: str, devices: list, flags: dict) -> dic
         return result
 
     plans = []
-    for gather in ("head", "layer"):
-        if any(result["fits"] for result in plans) or (plans and groups == 1):
-            break
-        for remat in REMAT:
-            plans += _search_batch(functools.partial(attempt, gather, remat))
+    for remat in REMAT:
+        plans += _search_batch(functools.partial(attempt, "head", remat))
     fitting = [result for result in plans if result["fits"]]
     best = max(fitting, key=lambda result: result["ideal_tokens_per_second"], default=plans[-1])
     waits = best["xla_flags"].get(ASYNC_FUSION) is False
-    if best["fits"] and best["gather"] == "head" and waits:
+    if best["fits"] and waits:
         ahead = attempt("ahead", best["remat"], best["batch_size"] // groups)
         plans.append(ahead)
         best = ahead if ahead["fits"] else best

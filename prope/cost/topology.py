@@ -1,10 +1,13 @@
 """Describes devices that are not here, for which XLA compiles: TPU slices and nodes of GPUs."""
 
+import contextlib
 import importlib.util
 import os
 import pathlib
 import re
 import tomllib
+from collections.abc import Iterator
+from unittest import mock
 
 # JAX asks the attached GPU two questions by these modules, which have no public name.
 from jax._src import xla_bridge
@@ -87,13 +90,19 @@ def _find_gpus(name: str, sizes: list[str], slices: int) -> list:
     description = topologies.get_topology_desc(
         name, "cuda", topology=partitions_nodes_gpus, target_config=_text_proto(target)
     )
-    devices = list(description.devices)
-    _answer_for_gpu(devices[0].compute_capability)
-    return devices
+    return list(description.devices)
 
 
-def _answer_for_gpu(capability: str) -> None:
-    """Answers what JAX (0.10 to 0.11) asks the attached GPU: what "gpu" is, what its cuDNN can."""
+@contextlib.contextmanager
+def as_if_attached(devices: list) -> Iterator[None]:
+    """Answers, within the context, what JAX (0.10 to 0.11) asks the attached GPU.
+
+    That is what the platform "gpu" is, and what its cuDNN can do. TPUs are not asked.
+    """
+    capability = getattr(devices[0], "compute_capability", None)
+    if capability is None:
+        yield
+        return
     canonicalize = xla_bridge.canonicalize_platform
 
     def canonicalize_platform(platform: str) -> str:
@@ -102,12 +111,12 @@ def _answer_for_gpu(capability: str) -> None:
     def check_compute_capability(least: str) -> bool:
         return float(capability) >= float(least)
 
-    def is_compute_capability(other: str) -> bool:
-        return capability == other
-
-    xla_bridge.canonicalize_platform = canonicalize_platform
-    cudnn.check_compute_capability = check_compute_capability
-    cudnn.is_cuda_compute_capability_equal = is_compute_capability
+    with (
+        mock.patch.object(xla_bridge, "canonicalize_platform", canonicalize_platform),
+        mock.patch.object(cudnn, "check_compute_capability", check_compute_capability),
+        mock.patch.object(cudnn, "is_cuda_compute_capability_equal", capability.__eq__),
+    ):
+        yield
 
 
 def _text_proto(message: dict) -> str:

@@ -64,7 +64,6 @@ def bench_peer(workdir: str, seq_len: int | None, sequences: int, rounds: int) -
     config.optimizer.name = "adamw"
     config.batch_size = sequences
     config.accumulation = 1
-    config.convert.update(schedule_steps=0, distill_weight=0.0)
     if seq_len is not None:
         config.data.seq_len = seq_len
     batch = random_batch(config, make_mesh(devices=jax.devices()[:1]))

@@ -24,14 +24,13 @@ from prope.data.batch import Batch, padding
 from prope.data.store.arrays import fingerprint_of
 from prope.data.tasks.windows import GeneratedWindows
 from prope.data.windows import Windows
-from prope.encodings import Phases
 from prope.errors import log
 from prope.inference import paired
 from prope.kernels.choice import matmul_precision
 from prope.loss import token_losses
 from prope.runtime import processes, watchdog
 from prope.runtime.memory import check_memory
-from prope.step import Conversion, batch_hidden
+from prope.step import batch_hidden
 
 _MAX_UNKNOWN = 0.01  # share of <unk> up to which a loss says something about the bytes
 _LONG_WINDOW = 8192  # tokens; from this length on, buckets have 1024 positions
@@ -124,15 +123,8 @@ def run_batches(
 class LossEvaluation:
     """Evaluates parameters on a selection of windows, by default of config.eval.max_windows."""
 
-    def __init__(
-        self,
-        config: ConfigDict,
-        windows: Windows,
-        selection: Selection | None = None,
-        conversion: Conversion | None = None,
-    ):
+    def __init__(self, config: ConfigDict, windows: Windows, selection: Selection | None = None):
         self.config = config
-        self._conversion = conversion
         self.windows = windows
         self.selection = selection or select(windows, config.eval.max_windows)
         self.dataset = config.data.dataset
@@ -147,7 +139,6 @@ class LossEvaluation:
         sums_folder: epath.Path | None = None,
         go_on: Callable[[], bool] = lambda: True,
         writing: Callable = contextlib.nullcontext,
-        phases: Phases | None = None,
     ) -> dict | None:
         """Returns the record of an evaluation; None where `go_on` ends it.
 
@@ -158,8 +149,6 @@ class LossEvaluation:
           go_on: called before every batch, in all processes alike; False ends the evaluation.
           writing: makes the context in which the sums are written, `errors.warn_if_unwritten` in
             training.
-          phases: of the conversion's schedule, in every call or in none; by default the encoding
-            is the config's.
         """
         indices = self.selection.indices
         count = len(indices)
@@ -171,7 +160,7 @@ class LossEvaluation:
         correct = []
         row = 0
 
-        step = functools.partial(self._run, params, phases, mesh)
+        step = functools.partial(self._run, params, mesh)
         for scores in run_batches(step, self.config, mesh, count, self._read, go_on):
             correct.extend(scores.pop("correct", ()))
             unknown_tokens = scores.pop("unknown_tokens")
@@ -221,24 +210,23 @@ class LossEvaluation:
         fill = padding(len(rows) - len(indices), self.seq_len)
         return {name: np.concatenate([batch[name], fill[name]]) for name in batch}
 
-    def _run(self, params, phases, mesh, batch) -> dict[str, jax.Array]:
-        return self._compile(params, phases, batch, mesh)(params, phases, batch)
+    def _run(self, params, mesh, batch) -> dict[str, jax.Array]:
+        return self._compile(params, batch, mesh)(params, batch)
 
-    def _compile(self, params, phases, batch, mesh) -> jax.stages.Compiled:
+    def _compile(self, params, batch, mesh) -> jax.stages.Compiled:
         """Returns `_score`, compiled at the first call: later ones have the same shapes."""
         if self._compiled is None:
             replicated = NamedSharding(mesh, PartitionSpec())
             step = jax.jit(self._score, out_shardings=replicated)
-            self._compiled = step.lower(params, phases, batch).compile()
+            self._compiled = step.lower(params, batch).compile()
             size = self.config.eval.batch_size
             advice = f"lower the batch size, now {size}, or the windows' length"
             check_memory(self._compiled, advice)
         return self._compiled
 
-    def _score(self, params, phases, batch) -> dict[str, jax.Array]:
+    def _score(self, params, batch) -> dict[str, jax.Array]:
         """Scores every token of a batch, [B, T], and finds windows that end a document, [B]."""
-        tables = self._conversion and self._conversion.tables(phases)
-        hidden = batch_hidden(self.config, params, batch, tables)
+        hidden = batch_hidden(self.config, params, batch)
         targets = batch["targets"]
         scores = {
             "weights": batch["weights"],

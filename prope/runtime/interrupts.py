@@ -149,5 +149,5 @@ def _say(line: str) -> None:
 
 
 def _exit(cause: str, code: int) -> None:
-    _say(f"stopped: {cause}; the same command goes on from the last checkpoint")
+    _say(f"stopped: {cause}; the same command goes on from the last checkpoint, if there is one")
     os._exit(code)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from absl import flags
 from ml_collections import ConfigDict
 
-from prope.config import as_given, flat, python_file
+from prope.config import as_given, describe_left, flat, python_file
 from prope.errors import UsageError, nearest, usage_error
 from prope.runtime.validate import validate
 
@@ -47,7 +47,7 @@ def read_grids(
         for name in grid:
             if name != CONFIG and name not in known:
                 problem = f"there is no such config field{nearest(name, known)}"
-                raise UsageError(f"{where} {name}: {problem}")
+                raise UsageError(f"{where} {name}: {describe_left(name) or problem}")
             if name in overrides:
                 remedy = "give it here or in the grid"
                 raise usage_error(f"--config.{name}", overrides[name], "is swept", remedy)

@@ -22,7 +22,7 @@ from prope.optimizer import learning_rate
 from prope.runtime import processes
 from prope.runtime.files import append_jsonl, is_url, upload, write_atomic
 from prope.workdir.lease import Lease
-from prope.workdir.records import SCHEDULE, evaluations_of_training, find_evaluation, read_jsonl
+from prope.workdir.records import evaluations_of_training, find_evaluation, read_jsonl
 
 _FILES = ("metrics.jsonl", "eval.jsonl", "skips.jsonl")
 _URL_SECONDS = 30.0  # between writes to a URL of files up to 1 MiB; pauses write, too
@@ -278,7 +278,7 @@ class MetricWriter(contextlib.ExitStack):
 
     def summary(self, init_hash: str) -> dict:
         """Returns what the command prints; what the last step has no record of is None."""
-        evaluation = self.evaluated(self._stop) or self.evaluated(self._stop, SCHEDULE) or {}
+        evaluation = self.evaluated(self._stop) or {}
         last = {"loss": None, "tokens_per_second": None}
         for record in read_jsonl(self._workdir / "metrics.jsonl"):
             if record["step"] == self._stop:

@@ -9,9 +9,8 @@ from ml_collections import ConfigDict
 from prope.errors import log
 from prope.runtime.files import parse_json, read_bytes, retry_reads
 
-# Encodings, other than the run's own, of evaluations in a training that begins from another run.
-UNCONVERTED = "init_from"  # that run's
-SCHEDULE = "schedule"  # that of a step of `config.convert.schedule_steps`
+# The encoding, in evaluations of a run that begins from another, of that other one.
+UNCONVERTED = "init_from"
 SAME_WINDOWS = ("fingerprint", "seq_len", "windows")  # equal in these: the same tokens predicted
 
 
@@ -55,8 +54,7 @@ def evaluations_of_training(
     """Selects the evaluations of a step on the documents and window length of training.
 
     Training evaluates a step before it saves it, so the oldest with its max_windows is its record,
-    and has the fingerprint of its documents. `encoding` is the run's own, or one that a conversion
-    had on the way.
+    and has the fingerprint of its documents. `encoding` is the run's own (None), or UNCONVERTED.
     """
     find = functools.partial(find_evaluations, encoding=encoding)
     dataset = config.data.dataset

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from prope import config as config_lib
 from prope import sharding
-from prope.errors import UsageError, log, usage_error
+from prope.errors import UsageError, usage_error
 from prope.runtime import processes
 from prope.runtime.files import (
     as_path,
@@ -107,10 +107,6 @@ def open_run(workdir: epath.PathLike, step: int | None = None) -> Run:
         return Run(path, config, older, remedy)
 
     _, run = newest_undamaged(path / "checkpoints", steps[::-1], open_at, remedy)
-    schedule_steps = run.config.convert.schedule_steps
-    if run.step < schedule_steps:
-        line = "%s: step %d is read with the encoding of step %d on, to which it is being converted"
-        log.warning(line, path, run.step, schedule_steps)
     return run
 
 

@@ -10,21 +10,18 @@ from prope.encodings import FIELDS
 from prope.errors import log, usage_error
 from prope.runtime.files import absolute, read_bytes, retry_reads, write_atomic
 from prope.runtime.processes import call_on_first
-from prope.step import is_conversion
 from prope.workdir.checkpoints import list_steps
-from prope.workdir.hashes import hash_arrays
 from prope.workdir.run import Run, open_run
 
 INIT_FROM = "init_from"  # file of a run: the place whose parameters it was begun from
 
 
 def open_source(config: ConfigDict, workdir: epath.Path, init_from: str | None) -> Run | None:
-    """Opens the run that this one begins from, where it has yet to begin, or converts its model.
+    """Opens the run that this one begins from, where it has yet to begin.
 
     Logs where its encoding or data differ; raises UsageError where its model is another one.
     """
-    has_begun = call_on_first(lambda: bool(list_steps(workdir)))
-    if has_begun and not is_conversion(config):
+    if call_on_first(lambda: bool(list_steps(workdir))):
         return None
     init_from = recorded_init_from(workdir, init_from)
     if init_from is None:
@@ -77,14 +74,4 @@ def config_before(config: ConfigDict, source: Run) -> ConfigDict:
 def read_params(source: Run, abstract):
     """Reads the parameters of the run that another begins from, sharded as `abstract`."""
     _, params = source.first_undamaged(lambda run: run.params(abstract))
-    return params
-
-
-def read_teacher(source: Run, abstract, init_hash: str):
-    """Reads the parameters before conversion; raises UsageError unless training began with them."""
-    params = read_params(source, abstract)
-    if hash_arrays(params) != init_hash:
-        problem = "holds other parameters now than when this run was begun from it"
-        remedy = "bring its checkpoint of then back, which distillation needs to the end"
-        raise usage_error("--init_from", source.workdir, problem, remedy)
     return params

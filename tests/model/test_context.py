@@ -276,7 +276,7 @@ jax.config.update("jax_platforms", "cpu")
 from prope.config import default_config
 from support.compiled import array_shapes
 from prope.cost import hlo, traffic
-from prope.cost.topology import find_devices
+from prope.cost.topology import as_if_attached, find_devices
 from prope.step import prepare, trace_step
 config = default_config()
 model = {
@@ -291,8 +291,10 @@ config.model.update(model)
 config.batch_size = 1
 config.mesh.context = 4
 config.data.seq_len = 131_072
-config, mesh, optimizer, state = prepare(config, find_devices(sys.argv[1], 1))
-text = trace_step(config, optimizer, mesh, state).lower().compile().as_text()
+devices = find_devices(sys.argv[1], 1)
+with as_if_attached(devices):
+    config, mesh, optimizer, state = prepare(config, devices)
+    text = trace_step(config, optimizer, mesh, state).lower().compile().as_text()
 module = hlo.parse(text)
 shapes = sorted(array_shapes(text, in_fusions=False))
 print(json.dumps([shapes, traffic.collectives(module), traffic.kernels(module)]))

@@ -150,48 +150,41 @@ def test_a_run_is_timed_beside_transformers_with_the_same_weights(run_command, t
         assert min(seconds["prope"], seconds["transformers"]) > 0
 
 
-@pytest.mark.parametrize(
-    ("platform", "error"),
-    [
-        ("tpu", "compares on CPUs and GPUs, and JAX has a tpu; set JAX_PLATFORMS=cpu"),
-        ("gpu", "torch sees no GPU, and JAX has one; set JAX_PLATFORMS=cpu"),
-    ],
-)
-def test_a_peer_is_timed_on_a_device_that_torch_has(monkeypatch, platform, error):
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_a_peer_is_timed_on_a_device_that_torch_has(monkeypatch, platform):
     torch = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(peer, "check_installed", lambda: None)
     monkeypatch.setattr(peer.jax, "devices", lambda: [SimpleNamespace(platform=platform)])
-    with pytest.raises(UsageError, match=error):
+    with pytest.raises(UsageError, match="JAX_PLATFORMS=cpu"):
         peer.bench_peer("W", None, 1, 1)
 
 
 def test_without_transformers_its_extra_is_named(monkeypatch):
     monkeypatch.setattr(peer.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="torch, transformers is not installed; source launch/"):
+    with pytest.raises(UsageError, match="torch, transformers"):
         peer.bench_peer("W", None, 1, 1)
 
 
-STEP = "needs --config=FILE to measure its training step, or --rope, --attention or --peer"
-SHAPE = "must be four numbers B,T,N,H from 1 on, the last one even"
+# What is given, and the name that the line has.
+REFUSED = [
+    ([], "--config"),
+    (["--peer=transformers"], "--workdir"),
+    (["--rope", "--peer=transformers"], "--peer"),
+    (["--rope", "--seq_len=64"], "--seq_len"),
+    (["--attention"], "--attention"),
+    (["--rope", "--shape=1,2"], "--shape=1,2"),
+    (["--rope", "--shape=1,64,2,63"], "--shape=1,64,2,63"),
+    (["--rope", "--shape=1,64,0,64"], "--shape=1,64,0,64"),
+    (["--rope", "--shape=-1,64,2,64"], "--shape=-1,64,2,64"),
+    (["--rope", "--shape=1,64,2,x"], "--shape=1,64,2,x"),
+    ([CONFIG, "--config.model.attention=splash"], "config.model.attention"),
+    ([CONFIG, "--config.batch_size=6"], "config.batch_size"),
+]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ([], STEP),
-        (["--peer=transformers"], "--peer=transformers needs --workdir=W, a run to time"),
-        (["--rope", "--peer=transformers"], "--rope and --peer measure different things"),
-        (["--rope", "--seq_len=64"], "--seq_len is of --peer=transformers; add that"),
-        (["--attention"], "--attention sweeps blocks of the TPU's splash attention"),
-        (["--rope", "--shape=1,2"], f"--shape=1,2: {SHAPE}"),
-        (["--rope", "--shape=1,64,2,63"], f"--shape=1,64,2,63: {SHAPE}"),
-        (["--rope", "--shape=1,64,0,64"], f"--shape=1,64,0,64: {SHAPE}"),
-        (["--rope", "--shape=-1,64,2,64"], f"--shape=-1,64,2,64: {SHAPE}"),
-        (["--rope", "--shape=1,64,2,x"], f"--shape=1,64,2,x: {SHAPE}"),
-        ([CONFIG, "--config.model.attention=splash"], "it is a TPU kernel, and this is a cpu"),
-        ([CONFIG, "--config.batch_size=6"], "config.batch_size=6: must be a multiple of 4"),
-    ],
-)
-def test_invalid_input_is_refused_in_one_line(run_command, arguments, error):
-    assert error in run_command("prope.bench", *arguments, devices=4).error
+def test_invalid_input_is_refused_in_one_line(run_command):
+    for arguments, name in REFUSED:
+        outcome = run_command("prope.bench", *arguments, devices=4)
+        assert outcome.code == 2
+        assert name in outcome.error

@@ -199,7 +199,9 @@ def flops_of(function, *shapes):
 
 def flops_of_step(config, mesh_shape):
     optimizer = make_optimizer(config)
-    mesh = AbstractMesh(mesh_shape, sharding._AXES, axis_types=(AxisType.Auto,) * 4)
+    mesh = AbstractMesh(
+        mesh_shape, sharding.make_mesh().axis_names, axis_types=(AxisType.Auto,) * 4
+    )
     state = jax.eval_shape(functools.partial(init_state, config, optimizer))
     step = make_train_step(config, optimizer)
     with sharding.use(mesh):

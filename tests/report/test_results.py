@@ -113,30 +113,6 @@ def recovery_rows(report: dict) -> list[str]:
     return rows
 
 
-def method_rows(folder: pathlib.Path) -> list[str]:
-    """Ways to convert to p = 0.25: the loss after training, and minus that of stopping at once."""
-    losses: dict[tuple[str, str], dict[str, float]] = {}
-    for workdir in sorted(folder.glob("distill_weight=*")):
-        name = r"distill_weight=([\d.]+),schedule_steps=(\d+),seed=(\d+)"
-        weight, steps, seed = re.fullmatch(name, workdir.name).groups()
-        record = read_lines(workdir / "eval.jsonl")[-1]
-        assert record["step"] == 200
-        assert record["seq_len"] == 512
-        assert record["max_windows"] == 128
-        losses.setdefault((steps, weight), {})[seed] = record["loss"]
-    at_once = losses["0", "0"]
-    rows = []
-    for (steps, weight), by_seed in sorted(losses.items()):
-        mean = np.mean(list(by_seed.values()))
-        minus_at_once = ["", ""]
-        if by_seed is not at_once:
-            differences = [loss - at_once[seed] for seed, loss in by_seed.items()]
-            minus_at_once = paired_cells(differences, len(losses) - 1)
-        cells = [steps, weight, f"{mean:.4f}", *minus_at_once]
-        rows.append(table_row(cells))
-    return rows
-
-
 def read_loss(workdir: pathlib.Path, seq_len: int) -> float:
     """The loss of a run's evaluation on 131,072 tokens, in windows of this length."""
     records = read_lines(workdir / "eval.jsonl")
@@ -468,13 +444,6 @@ def test_a_conversion_on_a_cpu_has_the_losses_of_that_on_a_gpu(tmp_path):
     for workdir in on_cpu:
         on_gpu = tmp_path / workdir.name
         assert largest_difference(on_gpu, workdir) < 0.0011
-
-
-def test_ways_to_convert_are_in_their_records(tmp_path):
-    lines = unpack("conversion_1m_methods", tmp_path, "real_models")
-    rows = method_rows(tmp_path)
-    assert len(rows) == 4
-    assert [row for row in rows if row not in lines] == []
 
 
 def source_windows_row(workdir: pathlib.Path) -> str:

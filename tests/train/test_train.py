@@ -225,36 +225,6 @@ def test_starting_from_the_parameters_of_another_run(whole, train, tmp_path):
     assert "is another model (model.hidden_dim: 128, not 64)" in refused.error
 
 
-@pytest.mark.slow
-def test_a_trained_model_goes_on_with_another_encoding(whole, train, tmp_path):
-    """DroPE, 2512.12167: the weights are those of the first run, and what differs is logged."""
-    workdir, _ = whole
-    dropped = train(
-        tmp_path / "run",
-        f"--init_from={workdir}",
-        "--config.model.rope_percentage=0",
-        "--stop_at_step=1",
-    )
-    assert dropped.result["init_hash"] == hash_arrays(open_run(workdir).params())
-    assert f"other than in {workdir}: model.rope_percentage: 0.75 -> 0.0\n" in dropped.stderr
-    yarn = (
-        "rope_scaling_type=yarn",
-        "rope_scaling_factor=4",
-        "original_seq_len=64",
-        "logit_scale=yarn",
-    )
-    flags = [f"--config.model.{flag}" for flag in yarn]
-    longer = train(
-        tmp_path / "longer",
-        f"--init_from={workdir}",
-        "--config.data.seq_len=128",
-        *flags,
-        "--stop_at_step=1",
-    )
-    assert longer.code == 0 and longer.result["init_hash"] == dropped.result["init_hash"]
-    assert "model.rope_scaling_type: none -> yarn" in longer.stderr
-
-
 STAGE = {
     "data.seq_len": 128,
     "data.position_range": 256,
@@ -355,107 +325,69 @@ def test_the_loss_curve_is_drawn(whole, run_command, tmp_path):
 # --- Bad input --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("argument", "says"),
-    [
-        (
-            "--config.model.rope_percentag=0.5",
-            "config.model.rope_percentag: .*did you mean model.rope_percentage",
-        ),
-        ("--config.modle.head_dim=64", "config.modle.head_dim: .*did you mean model.head_dim"),
-        (
-            "--config.num_steps=many",
-            "config.num_steps=many: invalid literal for int.*; optimizer steps of the whole run",
-        ),
-        (
-            "--config.num_steps=1.5",
-            "config.num_steps=1.5: invalid literal for int.*; optimizer steps of the whole run",
-        ),
-        (
-            "--config.model.rope_percentage=1.5",
-            r"model.rope_percentage=1.5: must be a fraction in \[0, 1\]",
-        ),
-        (
-            "--config.model.rope_percentage=-0.1",
-            r"model.rope_percentage=-0.1: must be a fraction in \[0, 1\]",
-        ),
-        (
-            "--config.model.rope_percentage=nan",
-            r"model.rope_percentage=nan: must be a fraction in \[0, 1\]",
-        ),
-        ("--config.model.head_dim=33", "model.head_dim=33: must be even"),
-        (
-            "--config.model.num_kv_heads=3",
-            "model.num_heads=2: must be a multiple of model.num_kv_heads=3",
-        ),
-        ("--config.accumulation=3", "batch_size=8: must be a multiple of accumulation=3"),
-        ("--config.model.vocab_size=100", "vocab_size=100: the tokenizer byte has 260 ids"),
-        ("--config.data.tokenizer=none.model", "tokenizer=none.model: cannot be read"),
-        (
-            "--config.data.dataset=wikipedia/20230601.en",
-            "data.dataset=wikipedia/20230601.en needs the folder",
-        ),
-        ("--stop_at_step=0", "flag --stop_at_step=0: 0 is not a positive integer"),
-        (
-            "--workdir=http://host/run",
-            "workdir=http://host/run: must be a local path, or a URL of gs or s3",
-        ),
-        (
-            "--config.checkpoint.keep_every=0",
-            "keep_every=0: must be at least 1, or None for none of them",
-        ),
-        ("--config.watchdog_minutes=-1", "watchdog_minutes=-1.0: must not be negative"),
-        ("--cnofig=x", r"--cnofig: there is no such flag \(did you mean --config\?\)"),
-        ("stray", "unexpected argument 'stray'"),
-    ],
-)
-def test_bad_input_gets_one_line_before_a_device_is_touched(train, tmp_path, argument, says):
-    # A platform that does not exist: touching a device would be another error.
-    outcome = train(tmp_path / "run", argument, JAX_PLATFORMS="none")
-    assert outcome.code == 2
-    assert re.search(says, outcome.error), outcome.error
-    assert not (tmp_path / "run").exists()
-
-
-IMPORTS = "from prope.config import default_config, set_layer_percentages\n"
-BAD_CONFIG_FILES = [
-    ("def get_config(): return 1 +", "invalid syntax"),
-    ("c.model.rope_percentag = 1.0", "rope_percentag.*did you mean rope_percentage"),
-    ("c.num_steps = 'many'", r"file\.py line 4: TypeError: .*num_steps.*many is of original"),
-    (
-        "c.model.rope_percentage = None",
-        r"config\.model\.rope_percentage=None: must have a value, such as 1\.0$",
-    ),
-    (
-        "set_layer_percentages(c, [None, 1])",
-        r"config\.model\.rope_percentage=\[None, 1\]: must be fractions in \[0, 1\]",
-    ),
+# What is given, and the name that the line has.
+REFUSED = [
+    ("--config.model.rope_percentag=0.5", "model.rope_percentage"),
+    ("--config.modle.head_dim=64", "model.head_dim"),
+    ("--config.num_steps=many", "config.num_steps"),
+    ("--config.num_steps=1.5", "config.num_steps"),
+    ("--config.model.rope_percentage=1.5", "config.model.rope_percentage"),
+    ("--config.model.rope_percentage=-0.1", "config.model.rope_percentage"),
+    ("--config.model.rope_percentage=nan", "config.model.rope_percentage"),
+    ("--config.model.head_dim=33", "config.model.head_dim"),
+    ("--config.model.num_kv_heads=3", "model.num_kv_heads"),
+    ("--config.accumulation=3", "accumulation"),
+    ("--config.model.vocab_size=100", "vocab_size"),
+    ("--config.data.tokenizer=none.model", "none.model"),
+    ("--config.data.dataset=wikipedia/20230601.en", "config.data.data_dir"),
+    ("--config.checkpoint.keep_every=0", "config.checkpoint.keep_every"),
+    ("--config.watchdog_minutes=-1", "config.watchdog_minutes"),
+    ("--stop_at_step=0", "--stop_at_step"),
+    ("--workdir=http://host/run", "--workdir"),
+    ("--cnofig=x", "--config"),
+    ("stray", "stray"),
 ]
+IN_A_FILE = [
+    ("def get_config(): return 1 +", "file.py"),
+    ("c.model.rope_percentag = 1.0", "rope_percentage"),
+    ("c.modle.head_dim = 64", "modle"),
+    ("c.num_steps = 'many'", "file.py line 4"),
+    ("c.model.rope_percentage = None", "config.model.rope_percentage"),
+    ("set_layer_percentages(c, [None, 1])", "config.model.rope_percentage"),
+]
+IMPORTS = "from prope.config import default_config, set_layer_percentages\n"
 
 
-def test_bad_config_files_get_one_line(run_command, tmp_path):
-    for text, says in BAD_CONFIG_FILES:
+def check_refused(outcome, name, workdir):
+    """Asserts one line, which has the name, exit code 2, and that nothing is written."""
+    assert outcome.code == 2, outcome.stderr
+    assert name in outcome.error
+    assert not workdir.exists()
+
+
+def test_bad_input_gets_one_line_before_a_device_is_touched(train, run_command, tmp_path):
+    """On a platform that does not exist: touching a device would be another error."""
+    nowhere = {"JAX_PLATFORMS": "none"}
+    workdir = tmp_path / "run"
+    for argument, name in REFUSED:
+        check_refused(train(workdir, argument, **nowhere), name, workdir)
+    for text, name in IN_A_FILE:
         if "def" not in text:
             lines = ("def get_config():", "c = default_config()", text, "return c")
             text = IMPORTS + "\n    ".join(lines)
         (tmp_path / "file.py").write_text(text)
-        flags = (f"--config={tmp_path}/file.py", f"--workdir={tmp_path}/run")
-        outcome = run_command("prope.train", *flags)
-        assert outcome.code == 2 and re.search(says, outcome.error), outcome.error
-    huge = run_command(
-        "prope.train", f"--config={ROOT}/configs/quickstart.py:huge", f"--workdir={tmp_path}"
-    )
-    assert "the size of a config is full or tiny; got huge" in huge.error
-    missing = run_command(
-        "prope.train", f"--config={tmp_path}/none.py", f"--workdir={tmp_path}/run"
-    )
-    assert "none.py" in missing.error
-    assert "--workdir" in run_command("prope.train", CONFIG).error
+        flags = (f"--config={tmp_path}/file.py", f"--workdir={workdir}")
+        check_refused(run_command("prope.train", *flags, **nowhere), name, workdir)
+    for file in (f"{ROOT}/configs/quickstart.py:huge", f"{tmp_path}/none.py"):
+        flags = (f"--config={file}", f"--workdir={workdir}")
+        name = file.rpartition("/")[2].rpartition(":")[2]
+        check_refused(run_command("prope.train", *flags, **nowhere), name, workdir)
+    check_refused(run_command("prope.train", CONFIG, **nowhere), "--workdir", workdir)
 
 
 def test_a_batch_that_the_devices_cannot_divide(train, tmp_path):
     outcome = train(tmp_path / "runs" / "a", "--config.batch_size=12", devices=8)
-    assert "batch_size=12: must be a multiple of 8 (accumulation=1 x 8 devices)" in outcome.error
+    assert "config.batch_size=12" in outcome.error
     assert not list(tmp_path.iterdir()), "no empty folder is left"
     (tmp_path / "own").mkdir()
     assert train(tmp_path / "own", "--config.batch_size=12", devices=8).code == 2
@@ -467,16 +399,11 @@ def test_a_directory_of_another_run_is_refused_and_left_alone(whole, train):
     before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
     arguments = ("--config.model.rope_percentage=0.5", "--config.seed=1", "--config.log_every=3")
     outcome = train(workdir, *arguments)
-    assert (
-        "model.rope_percentage: 0.75, not 0.5" in outcome.error
-        and "seed: 0, not 1" in outcome.error
-    )
-    assert "log_every" not in outcome.error and "init_from" not in outcome.error
+    assert "model.rope_percentage: 0.75, not 0.5" in outcome.error
+    assert "seed: 0, not 1" in outcome.error
+    assert "log_every" not in outcome.error
     longer = train(workdir, "--config.num_steps=40")
-    assert (
-        "num_steps: 20, not 40" in longer.error
-        and f"--init_from={workdir} in another --workdir" in longer.error
-    )
+    assert "num_steps: 20, not 40" in longer.error
     assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
 
 
@@ -491,29 +418,24 @@ def test_other_data_under_a_run_is_refused(train, tmp_path):
 
 def test_what_evaluation_cannot_find(whole, run_command, tmp_path):
     workdir, _ = whole
-    assert "no run there" in run_command("prope.evaluate", f"--workdir={tmp_path}/none").error
+
+    def refused(workdir, *flags):
+        outcome = run_command("prope.evaluate", f"--workdir={workdir}", *flags)
+        assert outcome.code == 2
+        return outcome.error
+
+    assert f"{tmp_path}/none" in refused(tmp_path / "none")
     (tmp_path / "config.json").write_text((workdir / "config.json").read_text())
-    assert (
-        "a run without a finished checkpoint"
-        in run_command("prope.evaluate", f"--workdir={tmp_path}").error
-    )
+    assert "checkpoint" in refused(tmp_path)
     (tmp_path / "checkpoints").mkdir()
-    assert (
-        "a run without a finished checkpoint"
-        in run_command("prope.evaluate", f"--workdir={tmp_path}").error
-    )
-    missing = run_command("prope.evaluate", f"--workdir={workdir}", "--step=11")
-    assert "--step=11" in missing.error and "it has 10, 20" in missing.error
+    assert "checkpoint" in refused(tmp_path)
+    assert "10, 20" in refused(workdir, "--step=11")
     values = json.loads((workdir / "config.json").read_text())
     values["model"]["rope_percentage"] = 1.0
     (tmp_path / "config.json").write_text(json.dumps(values))
     (tmp_path / "checkpoints").rmdir()
     (tmp_path / "checkpoints").symlink_to(workdir / "checkpoints")
-    disagree = run_command("prope.evaluate", f"--workdir={tmp_path}")
-    assert (
-        "config.json and checkpoint 20 disagree (model.rope_percentage: 0.75, not 1.0)"
-        in disagree.error
-    )
+    assert "model.rope_percentage: 0.75, not 1.0" in refused(tmp_path)
 
 
 def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
