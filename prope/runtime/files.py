@@ -59,7 +59,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # of a folder, the firs
 _SCHEMES = ("gs", "s3")
 _PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}  # which read and write their URLs
 # Flags and fields whose places are written.
-_WRITTEN = ("workdir", "output", "plot", "sweep", "cache_dir", "store")
+_WRITTEN = ("workdir", "output", "plot", "sweep", "cache_dir")
 _URL_NAMES = re.compile(r"\w[\w.~/=,+@!()-]*", re.ASCII)
 # Other hosts write to a bucket, too: what it lists is asked for every time.
 for _scheme in ("gcs", *_SCHEMES):
