@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
+from prope.config import default_config
 from prope.errors import UsageError, usage_error
 from prope.stack.layers import FULL, LAYER_TYPES, SLIDING, head_dim, layer_kinds
 
@@ -214,21 +215,7 @@ FAMILIES = {
             no_rope_layer_interval=4,
         ),
     ),
-    # Only exported, and without its experts.
-    "mellum": Family(
-        "MellumForCausalLM",
-        _defaults(
-            *(98304, 2304, 7168, 28, 32, 4, 128, 131072),
-            layer_types=None,
-            sliding_window=1024,
-            rope_theta=5e5,
-            rope_local_base_freq=1e4,
-            mlp_layer_types=None,
-        ),
-        ("use_qk_norm",),
-    ),
 }
-IMPORTED = [model_type for model_type in FAMILIES if model_type != "mellum"]
 
 
 # --- config.json to config.model ----------------------------------------------------------------
@@ -458,7 +445,6 @@ def write_fields(family: Family, model: ConfigDict, ropes: list[dict]) -> dict:
         "sliding_window": model.sliding_window,
         "use_sliding_window": SLIDING in kinds,
         "no_rope_layers": [int(rope in rotated) for rope in ropes],  # 0: no rotation
-        "mlp_layer_types": ["dense"] * len(kinds),
         "rope_local_base_freq": rope_of_kind.get(SLIDING, ropes[0])["rope_theta"],
     }
     fields = {name: value for name, value in fields.items() if family.reads(name)}
@@ -471,51 +457,48 @@ def write_fields(family: Family, model: ConfigDict, ropes: list[dict]) -> dict:
 def choose_family(model: ConfigDict, ropes: list[dict]) -> str:
     """Returns the model_type of the first family whose class computes a run's `config.model`.
 
-    Otherwise a family into whose embedding sqrt(D) is multiplied. Raises UsageError where there is
-    none either.
+    Raises UsageError where there is none, with what the nearest computes instead.
     """
-    unscaled = model.copy_and_resolve_references()
-    unscaled.scale_embedding = False
-    as_it_is = [(name, model) for name in FAMILIES]
-    moved = [(name, unscaled) for name in reversed(FAMILIES)]
-    candidates = [
-        (name, _unsupported_fields(FAMILIES[name], candidate, ropes))
-        for name, candidate in as_it_is + moved
-    ]
-    nearest, unsupported = min(candidates, key=lambda entry: len(entry[1]))
-    if not unsupported:
+    needed = {name: _needed_fields(family, model, ropes) for name, family in FAMILIES.items()}
+    nearest = min(needed, key=lambda name: len(needed[name]))
+    if not needed[nearest]:
         return nearest
-    fields = ", ".join(f"config.model.{name}={model[name]}" for name in unsupported)
+    fields = ", ".join(f"config.model.{name}={model[name]}" for name in needed[nearest])
     problem = "no class of transformers computes this with the other fields"
-    remedy = f"the nearest, {FAMILIES[nearest].hf_class}, would compute something else"
+    others = ", ".join(f"{name}={value}" for name, value in needed[nearest].items())
+    remedy = f"the nearest, {FAMILIES[nearest].hf_class}, computes {others}"
     raise UsageError(f"{fields}: {problem}; {remedy}")
 
 
-def _unsupported_fields(family: Family, model: ConfigDict, ropes: list[dict]) -> list[str]:
-    """Lists the fields of config.model whose values the family's class does not compute."""
+def _needed_fields(family: Family, model: ConfigDict, ropes: list[dict]) -> dict[str, Any]:
+    """Returns the fields of config.model that the family's class computes only of other values.
+
+    Their values here are some that it computes.
+    """
     kinds = layer_kinds(model)
-    plain_scale = model.head_dim**-0.5
-    scale = model.attention_scale or plain_scale
-    computed = family.attention_scale or plain_scale
-    fields = [flag for flag in _FLAGS if model[flag] != (flag in family.flags)]
+    plain = default_config().model
+    needed = {flag: flag in family.flags for flag in _FLAGS if model[flag] != (flag in family.flags)}
     for theirs, ours in (_CAPS | _SHAPES).items():
         if model[ours] and not family.reads(theirs):
-            fields.append(ours)
+            needed[ours] = plain[ours]
     if model.num_global_kv_heads and not model.global_key_is_value:
-        fields.append("num_global_kv_heads")  # Gemma 4 has it with keys that are values
+        needed["num_global_kv_heads"] = None  # Gemma 4 has it with keys that are values
+    plain_scale = model.head_dim**-0.5
+    computed = family.attention_scale or plain_scale
     if family.reads(_SCALAR):
         computed = attention_scalar(model) ** -0.5
-    if not math.isclose(scale, computed, rel_tol=1e-9):
-        fields.append("attention_scale")
+    if not math.isclose(model.attention_scale or plain_scale, computed, rel_tol=1e-9):
+        needed["attention_scale"] = family.attention_scale
     can_mix = family.reads("layer_types") or len(set(kinds)) == 1
     ends_full = kinds[-1] == FULL or not family.last_is_full
     if SLIDING in kinds and not (ends_full and family.reads("sliding_window") and can_mix):
-        fields.append("layer_types")
+        needed["layer_types"] = ()
     if not _has_ropes(family, kinds, ropes):
-        fields.append(_rope_field(model))
+        name = _rope_field(model)
+        needed[name] = "one number" if name == "rope_percentage" else plain[name]
     if family.divides and model.embed_dim % model.num_heads:
-        fields.append("num_heads")
-    return fields
+        needed["num_heads"] = "a divisor of embed_dim"
+    return needed
 
 
 def _has_ropes(family: Family, kinds: list[str], ropes: list[dict]) -> bool:
