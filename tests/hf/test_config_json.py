@@ -9,7 +9,6 @@ import runpy
 import numpy as np
 import pytest
 from support.commands import ROOT
-from support.exchange import GEMMA_2_2B, GEMMA_2B, GEMMA_3_1B, GEMMA_3_12B, GEMMA_4_31B, GEMMA_4_E2B
 from support.models import small
 from support.runs import SIZES
 
@@ -50,131 +49,8 @@ def refuse(tmp_path, values, *names):
 # --- Published ones -----------------------------------------------------------------------------
 
 
-def sizes(model_type, V, D, F, L, N, K, length, **fields):
-    return fields | {
-        "model_type": model_type,
-        "vocab_size": V,
-        "hidden_size": D,
-        "intermediate_size": F,
-        "num_hidden_layers": L,
-        "num_attention_heads": N,
-        "num_key_value_heads": K,
-        "max_position_embeddings": length,
-        "hidden_act": "silu",
-        "torch_dtype": "bfloat16",
-    }
-
-
-LLAMA_3_ROPE = {
-    "factor": 32.0,
-    "high_freq_factor": 4.0,
-    "low_freq_factor": 1.0,
-    "original_max_position_embeddings": 8192,
-    "rope_type": "llama3",
-}
-LLAMA_32_1B = sizes(
-    *("llama", 128256, 2048, 8192, 16, 32, 8, 131072),
-    attention_bias=False,
-    head_dim=64,
-    mlp_bias=False,
-    pretraining_tp=1,
-    rms_norm_eps=1e-05,
-    rope_scaling=LLAMA_3_ROPE,
-    rope_theta=500000.0,
-    tie_word_embeddings=True,
-)
-# As a GGUF file has it: numbers of float32.
-SMOLLM2_135M = sizes(
-    *("llama", 49152, 576, 1536, 30, 9, 3, 8192),
-    is_llama_config=True,
-    rms_norm_eps=9.999999747378752e-06,
-    rope_interleaved=False,
-    rope_scaling=None,
-    rope_theta=100000,
-    tie_word_embeddings=True,
-)
-SMOLLM3_3B = sizes(
-    *("smollm3", 128256, 2048, 11008, 36, 16, 4, 65536),
-    no_rope_layer_interval=4,
-    rope_theta=5000000.0,
-    sliding_window=None,
-    use_sliding_window=False,
-)
-QWEN25_05B = sizes(
-    *("qwen2", 151936, 896, 4864, 24, 14, 2, 32768),
-    max_window_layers=21,
-    rope_theta=1000000.0,
-    sliding_window=32768,
-    tie_word_embeddings=True,
-    use_mrope=False,
-    use_sliding_window=False,
-)
-QWEN25_YARN = {"factor": 4.0, "type": "yarn", "original_max_position_embeddings": 32768}
-QWEN3_06B = sizes(
-    *("qwen3", 151936, 1024, 3072, 28, 16, 8, 40960),
-    attention_bias=False,
-    head_dim=128,
-    rope_theta=1000000,
-    sliding_window=None,
-    tie_word_embeddings=True,
-)
-MISTRAL_7B = sizes(
-    *("mistral", 32768, 4096, 14336, 32, 32, 8, 32768),
-    rms_norm_eps=1e-05,
-    rope_theta=1000000.0,
-    sliding_window=None,
-)
-GEMMA_3_270M = GEMMA_3_1B | {
-    "hidden_size": 640,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 18,
-    "rms_norm_eps": 9.999999974752427e-07,
-}
-GEMMA_4_E4B = GEMMA_4_E2B | {
-    "hidden_size": 2560,
-    "intermediate_size": 10240,
-    "layer_types": ([SLIDING] * 5 + [FULL]) * 7,
-    "num_hidden_layers": 42,
-    "num_key_value_heads": 2,
-    "num_kv_shared_layers": 18,
-    "use_double_wide_mlp": False,
-}
-# Without the fields that its class does not have.
-GEMMA_4_12B = {name: GEMMA_4_31B[name] for name in GEMMA_4_31B if "per_layer" not in name} | {
-    "hidden_size": 3840,
-    "intermediate_size": 15360,
-    "layer_types": ([SLIDING] * 5 + [FULL]) * 8,
-    "model_type": "gemma4_unified_text",
-    "num_attention_heads": 16,
-    "num_global_key_value_heads": 1,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 8,
-}
-FULL_LAYERS = {str(i): {"head_dim": 512, "num_key_value_heads": 4} for i in range(5, 60, 6)}
-LATER_GEMMA_4_31B = GEMMA_4_31B | {"per_layer_config": FULL_LAYERS}
-del LATER_GEMMA_4_31B["global_head_dim"], LATER_GEMMA_4_31B["num_global_key_value_heads"]
-GEMMA_2_27B = GEMMA_2_2B | {
-    "head_dim": 128,
-    "hidden_size": 4608,
-    "intermediate_size": 36864,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 46,
-    "num_key_value_heads": 16,
-    "query_pre_attn_scalar": 144,
-}
-
-
-def with_images(text, model_type="gemma4"):
-    return {
-        "audio_config": {"hidden_size": 1024, "model_type": "gemma4_audio"},
-        "dtype": "bfloat16",
-        "image_token_id": 258880,
-        "model_type": model_type,
-        "text_config": text,
-        "vision_config": {"hidden_size": 768, "model_type": "gemma4_vision"},
-    }
-
-
+# config.json of models on the Hub.
+FILES = json.loads((ROOT / "tests/support/published.json").read_text())
 GEMMA = {"activation": "gelu", "scale_embedding": True, "tied": True, "norm_epsilon": 1e-6}
 LATER_GEMMA = GEMMA | {"post_norms": True}
 GEMMA_2 = LATER_GEMMA | {"attention_softcap": 50.0, "final_softcap": 30.0}
@@ -189,72 +65,59 @@ GEMMA_4 = GEMMA_3 | {
 }
 KEYS_ARE_VALUES = GEMMA_4 | {"global_key_is_value": True, "num_global_kv_heads": 4}
 LLAMA = {"activation": "silu", "scale_embedding": False, "post_norms": False, "tied": True}
-# (config.json, parameters as the Hub shows them, windows of the layers, fields of config.model).
+# By file: (parameters as the Hub shows them, windows of the layers, fields of config.model).
 PUBLISHED = {
-    "gemma-2b": (GEMMA_2B, 2_506_172_416, [None] * 18, GEMMA | {"max_wavelength": 1e4}),
-    "gemma-2-2b": (GEMMA_2_2B, 2_614_341_888, [4096, None] * 13, GEMMA_2),
-    "gemma-2-27b": (
-        *(GEMMA_2_27B, 27_227_128_320, [4096, None] * 23),
-        GEMMA_2 | {"attention_scale": 1 / 12},
-    ),
-    "gemma-3-270m": (GEMMA_3_270M, 268_098_176, [*[512] * 5, None] * 3, GEMMA_3),
-    "gemma-3-1b": (GEMMA_3_1B, 999_885_952, [*[512] * 5, None] * 4 + [512] * 2, GEMMA_3),
+    "gemma-2b": (2_506_172_416, [None] * 18, GEMMA | {"max_wavelength": 1e4}),
+    "gemma-2-2b": (2_614_341_888, [4096, None] * 13, GEMMA_2),
+    "gemma-2-27b": (27_227_128_320, [4096, None] * 23, GEMMA_2 | {"attention_scale": 1 / 12}),
+    "gemma-3-270m": (268_098_176, [*[512] * 5, None] * 3, GEMMA_3),
+    "gemma-3-1b": (999_885_952, [*[512] * 5, None] * 4 + [512] * 2, GEMMA_3),
     "gemma-3-12b": (
-        *(GEMMA_3_12B, 11_765_788_416 + 64 * 3840, [*[1024] * 5, None] * 8),
+        *(11_765_788_416 + 64 * 3840, [*[1024] * 5, None] * 8),
         GEMMA_3 | {"rope_scaling_type": "linear", "rope_scaling_factor": 8.0},
     ),
     # With layer_scalar, which is a buffer there.
     "gemma-4-E2B": (
-        *(with_images(GEMMA_4_E2B), 4_628_569_344 + 35, [*[512] * 4, None] * 7),
+        *(4_628_569_344 + 35, [*[512] * 4, None] * 7),
         GEMMA_4 | {"num_kv_shared_layers": 20, "use_double_wide_mlp": True},
     ),
     "gemma-4-E4B": (
-        *(with_images(GEMMA_4_E4B), 7_463_013_376 + 42, [*[512] * 5, None] * 7),
+        *(7_463_013_376 + 42, [*[512] * 5, None] * 7),
         GEMMA_4 | {"num_kv_shared_layers": 18, "per_layer_input_dim": 256},
     ),
     "gemma-4-12B": (
-        with_images(GEMMA_4_12B, "gemma4_unified"),
         *(11_907_350_272 + 48, [*[1024] * 5, None] * 8),
         KEYS_ARE_VALUES | {"num_global_kv_heads": 1},
     ),
-    "gemma-4-31B": (
-        *(with_images(GEMMA_4_31B), 30_697_345_280 + 60, [*[1024] * 5, None] * 10),
-        KEYS_ARE_VALUES,
-    ),
+    "gemma-4-31B": (30_697_345_280 + 60, [*[1024] * 5, None] * 10, KEYS_ARE_VALUES),
     "gemma-4-31B, as later versions write it": (
-        *(LATER_GEMMA_4_31B, 30_697_345_280 + 60, [*[1024] * 5, None] * 10),
+        *(30_697_345_280 + 60, [*[1024] * 5, None] * 10),
         KEYS_ARE_VALUES,
     ),
     "Llama-3.2-1B": (
-        *(LLAMA_32_1B, 1_235_814_400, [None] * 16),
+        *(1_235_814_400, [None] * 16),
         LLAMA | {"rope_scaling_type": "llama3", "original_seq_len": 8192, "head_dim": 64},
     ),
     "SmolLM2-135M": (
-        *(SMOLLM2_135M, 134_515_008, [None] * 30),
+        *(134_515_008, [None] * 30),
         LLAMA | {"norm_epsilon": 1e-5, "max_wavelength": 1e5, "head_dim": 64},
     ),
-    "SmolLM3-3B": (SMOLLM3_3B, 3_075_098_624, [None] * 36, LLAMA | {"max_wavelength": 5e6}),
-    "Qwen2.5-0.5B": (QWEN25_05B, 494_032_768, [None] * 24, LLAMA | {"qkv_bias": True}),
+    "SmolLM3-3B": (3_075_098_624, [None] * 36, LLAMA | {"max_wavelength": 5e6}),
+    "Qwen2.5-0.5B": (494_032_768, [None] * 24, LLAMA | {"qkv_bias": True}),
     "Qwen2.5-0.5B, as its page has it for long texts": (
-        *(QWEN25_05B | {"rope_scaling": QWEN25_YARN}, 494_032_768, [None] * 24),
+        *(494_032_768, [None] * 24),
         {"rope_scaling_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "logit_scale": "yarn"},
     ),
-    "Qwen3-0.6B": (
-        *(QWEN3_06B, 596_049_920, [None] * 28),
-        LLAMA | {"use_qk_norm": True, "head_dim": 128},
-    ),
-    "Mistral-7B-v0.3": (MISTRAL_7B, 7_248_023_552, [None] * 32, LLAMA | {"tied": False}),
-    "Mistral-7B with absent fields": (
-        {name: MISTRAL_7B[name] for name in MISTRAL_7B.keys() - {"sliding_window", "hidden_act"}},
-        *(7_248_023_552, [4096] * 32, LLAMA | {"tied": False}),
-    ),
+    "Qwen3-0.6B": (596_049_920, [None] * 28, LLAMA | {"use_qk_norm": True, "head_dim": 128}),
+    "Mistral-7B-v0.3": (7_248_023_552, [None] * 32, LLAMA | {"tied": False}),
+    "Mistral-7B with absent fields": (7_248_023_552, [4096] * 32, LLAMA | {"tied": False}),
 }
 
 
-@pytest.mark.parametrize(
-    ("values", "parameters", "windows", "fields"), PUBLISHED.values(), ids=PUBLISHED
-)
-def test_a_published_config_leads_to_its_model(tmp_path, values, parameters, windows, fields):
+@pytest.mark.parametrize("name", FILES)
+def test_a_published_config_leads_to_its_model(tmp_path, name):
+    values = FILES[name]
+    parameters, windows, fields = PUBLISHED[name]
     config, filled = read(tmp_path, values)
     tensors = list_tensors(config.model, FAMILIES[filled["model_type"]])
     assert sum(math.prod(tensor.shape) for tensor in tensors) == parameters
@@ -280,7 +143,7 @@ def test_a_published_config_leads_to_its_model(tmp_path, values, parameters, win
 def test_full_layers_of_gemma_4_that_are_as_wide_as_the_others(tmp_path):
     alike = {"global_head_dim": 256, "num_global_key_value_heads": 16}
     for fields in (alike, {"per_layer_config": {}}):
-        config, _ = read(tmp_path, GEMMA_4_31B | fields)
+        config, _ = read(tmp_path, FILES["gemma-4-31B"]["text_config"] | fields)
         assert (config.model.global_head_dim, config.model.num_global_kv_heads) == (None, None)
     assert config_json.to_hf(config, "float32")["global_head_dim"] == 256
 
@@ -354,9 +217,10 @@ def test_rotations_by_kind_of_layer_and_of_older_files(tmp_path):
 
 
 def test_the_outer_ids_of_a_model_of_images_are_kept(tmp_path):
-    text = GEMMA_3_12B["text_config"] | {"eos_token_id": 1, "bos_token_id": 2}
+    whole = FILES["gemma-3-12b"]
+    text = whole["text_config"] | {"eos_token_id": 1, "bos_token_id": 2}
     for outer, expected in (([1, 106], [1, 106]), (None, 1)):
-        _, values = read(tmp_path, GEMMA_3_12B | {"text_config": text, "eos_token_id": outer})
+        _, values = read(tmp_path, whole | {"text_config": text, "eos_token_id": outer})
         assert (values["eos_token_id"], values["bos_token_id"]) == (expected, 2)
 
 
@@ -387,6 +251,10 @@ def yarn(**fields):
     return {"rope_parameters": YARN | fields}
 
 
+GEMMA_2B, GEMMA_2_2B, GEMMA_3_1B = (FILES[f"gemma-{name}"] for name in ("2b", "2-2b", "3-1b"))
+GEMMA_3_12B = FILES["gemma-3-12b"]
+GEMMA_4_E2B, GEMMA_4_31B = (FILES[f"gemma-4-{name}"]["text_config"] for name in ("E2B", "31B"))
+FULL_LAYERS = FILES["gemma-4-31B, as later versions write it"]["per_layer_config"]
 EXPERTS = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8}
 TEXT = GEMMA_3_12B["text_config"]
 # (a file, what is edited in it, what the line names beside the edited fields, else these alone).
