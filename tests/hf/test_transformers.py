@@ -183,7 +183,8 @@ CUTOFF = {"rope_type": "cutoff", "rope_cutoff": 1.0, "original_seq_len": LENGTH}
 LLAMA = {"scale_embedding": False, "activation": "silu", "tied": False, "norm_epsilon": 1e-3}
 QK_NORM = {"use_qk_norm": True}
 ALL_SLIDING = {"layer_types": ("sliding_attention",), "sliding_window": 17}
-GEMMA_3 = {"attention_scale": 12**-0.5, "final_softcap": 3.0, "post_norms": True} | QK_NORM
+NORMS = {"post_norms": True, "use_qk_norm": True}
+GEMMA_3 = NORMS | {"attention_scale": 12**-0.5, "final_softcap": 3.0}
 GEMMA_2 = GEMMA_3 | {"use_qk_norm": False, "attention_softcap": 2.0}
 # By name: (class, p, fields of config.model, rope_type, or one for each kind of layer).
 ENCODINGS = {
@@ -221,8 +222,9 @@ ENCODINGS = {
         "proportional",
     ),
     "layers without rotation": ("SmolLM3", (1, 0), LLAMA | scaled("yarn"), "yarn"),
-    "windows, yarn": ("Gemma3", 1, GEMMA_3 | LOCAL | YARN_LOGITS, ["proportional", "yarn"]),
-    "windows, drope": ("Gemma3", 0.5, GEMMA_3 | WINDOWS | DROPE, ["proportional", "longrope"]),
+    # Their scores are not sharper: that would show float32 angles, of transformers.
+    "windows, yarn": ("Gemma3", 1, NORMS | LOCAL | YARN_LOGITS, ["proportional", "yarn"]),
+    "windows, drope": ("Gemma3", 0.5, NORMS | WINDOWS | DROPE, ["proportional", "longrope"]),
 }
 # What every class computes beside its encoding.
 OWN = {
