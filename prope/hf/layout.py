@@ -64,7 +64,9 @@ def list_tensors(model: ConfigDict, family: Family) -> list[Tensor]:
     tensors = []
     for path, row in parameters.parameters(model).items():
         stack = parameters.stack_of(path)
-        rows = {None: ""} if stack is None else _prefixes(model, stack)
+        rows = {None: ""}
+        if stack is not None:
+            rows = {row: f"layers.{layer}." for row, layer in enumerate(stacks(model)[stack])}
         sizes = parameters.axis_sizes(model, path)
         for layer, prefix in rows.items():
             for number, name in enumerate(_names(family, path, row)):
@@ -83,11 +85,6 @@ def unused_tensors(model: ConfigDict) -> set[str]:
         for number in range(first_sharing_layer(model), model.num_layers)
         for name in names
     }
-
-
-def _prefixes(model: ConfigDict, stack: str) -> dict[int, str]:
-    """Returns how the names of a layer's tensors begin, by its row in a stack."""
-    return {row: f"layers.{layer}." for row, layer in enumerate(stacks(model)[stack])}
 
 
 def _names(family: Family, path: str, row: Parameter) -> tuple[str, ...]:
