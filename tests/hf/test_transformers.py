@@ -699,22 +699,34 @@ def change_fields(config):
         with changed.ignore_type():
             changed[name] = value
         if name == "layer_types":
+            if config.global_head_dim:
+                continue  # arrays differ with the kind
             changed.sliding_window = None
         is_used = config[name] not in (None, (), value)
-        if is_used and (name != "rope_type" or config.rope_percentage != 1):
+        if name == "rope_type":  # the same where every pair or none is rotated
+            is_used = config.rope_percentage == 0.25
+        if is_used:
             yield name, changed
 
 
 def change_arrays(params):
-    """Yields (path, parameters with one matrix 0, or a norm's scale 1 larger or smaller)."""
-    for path, leaf in leaves_by_path(params).items():
-        changes = [0 * leaf]
-        if path.endswith("scale"):
-            changes += [leaf - 1, leaf + 1]
-        if "kv_einsum" in path or "gating_einsum" in path:
-            changes = [leaf.at[:, number].set(0) for number in (0, 1)]
-        for changed in changes:
-            yield path, parameters.nest(leaves_by_path(params) | {path: changed})
+    """Yields (path, parameters with one matrix 0, or a norm's scale 1 larger or smaller).
+
+    Of all stacks of layers at once.
+    """
+    leaves = leaves_by_path(params)
+    for row in sorted(set(map(parameters.row_path, leaves))):
+        changes = [lambda leaf: 0 * leaf]
+        if row.endswith("scale"):
+            changes += [lambda leaf: leaf - 1, lambda leaf: leaf + 1]
+        if "kv_einsum" in row or "gating_einsum" in row:
+            changes = [lambda leaf: leaf.at[:, 0].set(0), lambda leaf: leaf.at[:, 1].set(0)]
+        for change in changes:
+            changed = {
+                path: change(leaf) if parameters.row_path(path) == row else leaf
+                for path, leaf in leaves.items()
+            }
+            yield row, parameters.nest(changed)
 
 
 @slow
