@@ -5,7 +5,7 @@
 `AutoModelForCausalLM.from_pretrained(DIR)` of transformers 5 loads the result: config.json,
 model.safetensors (above 2 GB, shards and their index), generation_config.json, and the tokenizer's
 files, unless it is byte. The class is the first that computes the run, of Gemma 1 to 4, Llama,
-Qwen 2 and 3, Mistral, SmolLM3 and Mellum; p is the partial_rotary_factor of rope_type proportional.
+Qwen 2 and 3, Mistral and SmolLM3; p is the partial_rotary_factor of rope_type proportional.
 One shard at a time is in memory, 2 GB or one larger tensor. On a pod, process 0 writes and the
 others wait.
 """

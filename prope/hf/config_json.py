@@ -14,7 +14,6 @@ from prope.hf.families import (
     ACTIVATIONS,
     FAMILIES,
     FULL,
-    IMPORTED,
     SIZES,
     changed_fields,
     choose_family,
@@ -35,7 +34,6 @@ _TEXT_PARTS = {  # model_type: that of its text_config
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
 }
-_NOT_IN_4 = ("mellum", "gemma4_text")  # classes that transformers 4 does not have
 
 
 def to_hf(config: ConfigDict, dtype: str) -> dict:
@@ -67,9 +65,9 @@ def to_hf(config: ConfigDict, dtype: str) -> dict:
     }
     written = list(rope.values()) if family.rotates_by_kind else [rope]
     has_unrotated = any(_leaves_pairs(model.head_dim, each) for each in written)
-    if has_unrotated and model_type not in _NOT_IN_4:
-        # transformers 4 does not know rope_parameters and would rotate every pair; this field it
-        # reads, or stops at it.
+    if has_unrotated and model_type != "gemma4_text":  # which transformers 4 does not have
+        # It does not know rope_parameters and would rotate every pair; this field it reads, or
+        # stops at it.
         values["rope_scaling"] = rope[FULL] if family.rotates_by_kind else rope
     if model.rope_scaling_type == "dynamic":
         # The length that transformers scales by.
@@ -91,9 +89,9 @@ def from_hf(path: epath.Path) -> tuple[ConfigDict, dict]:
     """
     values, problems = _text_part(read_json(path))
     model_type = values.get("model_type")
-    family = FAMILIES[model_type] if model_type in IMPORTED else None
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        only = " or ".join(map(json.dumps, IMPORTED))
+        only = " or ".join(map(json.dumps, FAMILIES))
         problems.append(f"model_type={json.dumps(model_type)}: only {only}")
     problems += changed_fields(family, values)
     fields = {}

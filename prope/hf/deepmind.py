@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
@@ -22,10 +21,11 @@ from ml_collections import ConfigDict
 
 from prope.errors import UsageError, first_line, usage_error
 from prope.hf.layout import Tensor
-from prope.hf.tensors import Stored, some
+from prope.hf.tensors import Stored, check_found
 from prope.stack import parameters
 from prope.stack.layers import first_sharing_layer, stacks
 
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _MARK = "_METADATA"  # of Orbax, in the folder of a tree
 _PREFIXES = re.compile(r"^(rlx_networks/policy_network/|params/|transformer/)+")
 _NOT_TEXT = re.compile("SigLiP|vision_encoder|audio_encoder|embedder/(mm|audio)_|opt_state|step$")
@@ -125,7 +125,10 @@ def open_arrays(source: epath.Path, model: ConfigDict) -> tuple[dict[str, Stored
     for name in _unused(model):
         leaves.pop(name, None)
     leaves = _arrange(leaves, expected)
-    _check(source, leaves, expected)
+    remedy = "give --config the model that was saved, in float32, bfloat16 or float16"
+    found = {name: (leaf.shape, leaf.dtype.name) for name, leaf in leaves.items()}
+    shapes = {tensor.name: tensor.shape for tensor in expected}
+    check_found(source, found, shapes, _DTYPES, remedy)
     expected.sort(key=lambda tensor: leaves[tensor.name].keys)  # an array's layers together
     return {name: Stored(folder, leaf) for name, leaf in leaves.items()}, expected
 
@@ -205,28 +208,3 @@ def _arrange(leaves: dict[str, Leaf], expected: list[Tensor]) -> dict[str, Leaf]
             raise UsageError(f"{leaf.folder}: {problem}; save it with hidden_dim != embed_dim")
         arranged[tensor.name] = leaf.then(lambda array: array.swapaxes(1, 2))
     return arranged
-
-
-def _check(source: epath.Path, leaves: dict[str, Leaf], expected: list[Tensor]) -> None:
-    """Raises UsageError where the arrays are not those of the model."""
-    shapes = {tensor.name: tensor.shape for tensor in expected}
-    missing = shapes.keys() - leaves.keys()
-    unknown = leaves.keys() - shapes.keys()
-    problems = []
-    if missing:
-        problems.append(f"missing arrays: {some(missing)}")
-    if unknown:
-        problems.append(f"unknown arrays: {some(unknown)}")
-    differing = []
-    for name in shapes.keys() & leaves.keys():
-        leaf = leaves[name]
-        if leaf.shape != shapes[name]:
-            differing.append(f"{name} has shape {leaf.shape}, not {shapes[name]}")
-        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-        if not is_float or leaf.dtype.itemsize < 2:
-            differing.append(f"{name} has dtype {leaf.dtype.name}")
-    if differing:
-        problems.append(some(differing))
-    if problems:
-        remedy = "give --config the model that was saved, in float32, bfloat16 or float16"
-        raise usage_error("--input", source, "; ".join(problems), remedy)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
+from prope.config import default_config
 from prope.errors import UsageError, usage_error
 from prope.stack.layers import FULL, LAYER_TYPES, SLIDING, head_dim, layer_kinds
 
@@ -214,21 +215,7 @@ FAMILIES = {
             no_rope_layer_interval=4,
         ),
     ),
-    # Only exported, and without its experts.
-    "mellum": Family(
-        "MellumForCausalLM",
-        _defaults(
-            *(98304, 2304, 7168, 28, 32, 4, 128, 131072),
-            layer_types=None,
-            sliding_window=1024,
-            rope_theta=5e5,
-            rope_local_base_freq=1e4,
-            mlp_layer_types=None,
-        ),
-        ("use_qk_norm",),
-    ),
 }
-IMPORTED = [model_type for model_type in FAMILIES if model_type != "mellum"]
 
 
 # --- config.json to config.model ----------------------------------------------------------------
@@ -283,32 +270,36 @@ def read_switches(family: Family, values: dict) -> dict:
     return switches
 
 
+def wrong(values: dict, name: str, problem: str) -> UsageError:
+    """Returns the error for the value of a field of config.json."""
+    return usage_error(name, json.dumps(values[name]), problem)
+
+
 def _boolean(values: dict, name: str) -> bool:
     if type(values[name]) is not bool:
-        raise usage_error(name, json.dumps(values[name]), "only true or false")
+        raise wrong(values, name, "only true or false")
     return values[name]
 
 
 def _integer(values: dict, name: str, least: int) -> int:
     value = values[name]
     if type(value) is not int or value < least:
-        raise usage_error(name, json.dumps(value), f"must be an integer of at least {least}")
+        raise wrong(values, name, f"must be an integer of at least {least}")
     return value
 
 
 def _positive(values: dict, name: str) -> int | float:
     value = values[name]
     if type(value) not in (int, float) or not value > 0:
-        raise usage_error(name, json.dumps(value), "must be a positive number")
+        raise wrong(values, name, "must be a positive number")
     return value
 
 
 def _read_activation(family: Family, values: dict) -> str:
-    names = {field: values.get(field) for field in _ACTIVATION_FIELDS}
-    if family.adds_one and names["hidden_act"] == "gelu":
-        names["hidden_act"] = ACTIVATIONS["gelu"]  # as transformers reads the releases
+    fields = {name: values[name] for name in _ACTIVATION_FIELDS if values.get(name) is not None}
+    if family.adds_one and fields.get("hidden_act") == "gelu":
+        fields["hidden_act"] = ACTIVATIONS["gelu"]  # as transformers reads the releases
     read = family.activation_field
-    fields = {field: name for field, name in names.items() if name is not None}
     used = {read: ACTIVATIONS[family.activation]} | fields
     for ours, theirs in ACTIVATIONS.items():
         if all(name == theirs for name in used.values()):
@@ -329,11 +320,11 @@ def read_layers(family: Family, values: dict) -> dict:
     window = values["sliding_window"]
     if type(window) is not int or window < 1:
         problem = "must be a positive integer: some layers are sliding_attention"
-        raise usage_error("sliding_window", json.dumps(window), problem)
+        raise wrong(values, "sliding_window", problem)
     # Qwen's classes have no window then, and stop. SmolLM3's mask has the kinds of layer_types.
     if family.reads("max_window_layers") and not values["use_sliding_window"]:
         problem = "must be true: some layers are sliding_attention"
-        raise usage_error("use_sliding_window", json.dumps(values["use_sliding_window"]), problem)
+        raise wrong(values, "use_sliding_window", problem)
     lengths = range(1, len(kinds) + 1)
     period = next(n for n in lengths if kinds == (kinds[:n] * len(kinds))[: len(kinds)])
     return {"layer_types": tuple(kinds[:period]), "sliding_window": window}
@@ -352,7 +343,7 @@ def read_kinds(family: Family, values: dict) -> list[str]:
         problem = f"must be {len(kinds)} of {' and '.join(LAYER_TYPES)}"
         if not family.reads("layer_types"):
             problem = f"{family.hf_class} has {kinds[0]} in all layers"
-        raise usage_error("layer_types", json.dumps(written), problem)
+        raise wrong(values, "layer_types", problem)
     return written
 
 
@@ -372,7 +363,7 @@ def _kinds_by_rule(family: Family, values: dict) -> list[str]:
     else:
         first = values["max_window_layers"] if family.reads("max_window_layers") else 0
         if type(first) is not int:
-            raise usage_error("max_window_layers", json.dumps(first), "must be an integer")
+            raise wrong(values, "max_window_layers", "must be an integer")
         is_sliding = [number >= first for number in numbers]
     has_windows = window is not None or family.full_every is not None
     return [SLIDING if has_windows and sliding else FULL for sliding in is_sliding]
@@ -389,7 +380,7 @@ def rotated_layers(family: Family, values: dict) -> list[bool]:
         return [(number + 1) % interval > 0 for number in range(layers)]
     is_known = isinstance(written, list) and all(number in (0, 1) for number in written)
     if not is_known or len(written) < layers:
-        raise usage_error("no_rope_layers", json.dumps(written), f"must be {layers} of 0 and 1")
+        raise wrong(values, "no_rope_layers", f"must be {layers} of 0 and 1")
     return [bool(rotated) for rotated in written[:layers]]
 
 
@@ -401,8 +392,7 @@ def read_shapes(family: Family, values: dict) -> dict:
     if not family.reads("attention_k_eq_v"):
         return {}
     if values[_LOOKS_AHEAD] not in (None, False, "vision"):  # of images alone
-        problem = 'only null, false or "vision"'
-        raise usage_error(_LOOKS_AHEAD, json.dumps(values[_LOOKS_AHEAD]), problem)
+        raise wrong(values, _LOOKS_AHEAD, 'only null, false or "vision"')
     fields = {
         "global_key_is_value": _boolean(values, "attention_k_eq_v"),
         "use_double_wide_mlp": _boolean(values, "use_double_wide_mlp"),
@@ -413,7 +403,7 @@ def read_shapes(family: Family, values: dict) -> dict:
         rows = values["vocab_size_per_layer_input"]
         if fields["per_layer_input_dim"] and rows != values["vocab_size"]:
             problem = f"must be vocab_size={values['vocab_size']}"
-            raise usage_error("vocab_size_per_layer_input", json.dumps(rows), problem)
+            raise wrong(values, "vocab_size_per_layer_input", problem)
     for name, size in _sizes_of_full(family, values).items():
         if size != values[name]:
             fields[_OF_FULL[name]] = size
@@ -436,7 +426,7 @@ def _sizes_of_full(family: Family, values: dict) -> dict[str, int]:
     is_known = is_known and all(type(size) is int and size > 0 for size in sizes.values())
     if not is_known or written not in ({}, dict.fromkeys(full, sizes)):
         problem = f"must be the same {' and '.join(_OF_FULL)} for every {FULL} layer, and no other"
-        raise usage_error("per_layer_config", json.dumps(written), problem)
+        raise wrong(values, "per_layer_config", problem)
     return sizes
 
 
@@ -458,7 +448,6 @@ def write_fields(family: Family, model: ConfigDict, ropes: list[dict]) -> dict:
         "sliding_window": model.sliding_window,
         "use_sliding_window": SLIDING in kinds,
         "no_rope_layers": [int(rope in rotated) for rope in ropes],  # 0: no rotation
-        "mlp_layer_types": ["dense"] * len(kinds),
         "rope_local_base_freq": rope_of_kind.get(SLIDING, ropes[0])["rope_theta"],
     }
     fields = {name: value for name, value in fields.items() if family.reads(name)}
@@ -471,51 +460,50 @@ def write_fields(family: Family, model: ConfigDict, ropes: list[dict]) -> dict:
 def choose_family(model: ConfigDict, ropes: list[dict]) -> str:
     """Returns the model_type of the first family whose class computes a run's `config.model`.
 
-    Otherwise a family into whose embedding sqrt(D) is multiplied. Raises UsageError where there is
-    none either.
+    Raises UsageError where there is none, with what the nearest computes instead.
     """
-    unscaled = model.copy_and_resolve_references()
-    unscaled.scale_embedding = False
-    as_it_is = [(name, model) for name in FAMILIES]
-    moved = [(name, unscaled) for name in reversed(FAMILIES)]
-    candidates = [
-        (name, _unsupported_fields(FAMILIES[name], candidate, ropes))
-        for name, candidate in as_it_is + moved
-    ]
-    nearest, unsupported = min(candidates, key=lambda entry: len(entry[1]))
-    if not unsupported:
+    needed = {name: _needed_fields(family, model, ropes) for name, family in FAMILIES.items()}
+    nearest = min(needed, key=lambda name: len(needed[name]))
+    if not needed[nearest]:
         return nearest
-    fields = ", ".join(f"config.model.{name}={model[name]}" for name in unsupported)
+    fields = ", ".join(f"config.model.{name}={model[name]}" for name in needed[nearest])
     problem = "no class of transformers computes this with the other fields"
-    remedy = f"the nearest, {FAMILIES[nearest].hf_class}, would compute something else"
+    others = ", ".join(f"{name}={value}" for name, value in needed[nearest].items())
+    remedy = f"the nearest, {FAMILIES[nearest].hf_class}, computes {others}"
     raise UsageError(f"{fields}: {problem}; {remedy}")
 
 
-def _unsupported_fields(family: Family, model: ConfigDict, ropes: list[dict]) -> list[str]:
-    """Lists the fields of config.model whose values the family's class does not compute."""
+def _needed_fields(family: Family, model: ConfigDict, ropes: list[dict]) -> dict[str, Any]:
+    """Returns the fields of config.model that the family's class computes only of other values.
+
+    Their values here are some that it computes.
+    """
     kinds = layer_kinds(model)
-    plain_scale = model.head_dim**-0.5
-    scale = model.attention_scale or plain_scale
-    computed = family.attention_scale or plain_scale
-    fields = [flag for flag in _FLAGS if model[flag] != (flag in family.flags)]
+    plain = default_config().model
+    needed = {
+        flag: flag in family.flags for flag in _FLAGS if model[flag] != (flag in family.flags)
+    }
     for theirs, ours in (_CAPS | _SHAPES).items():
         if model[ours] and not family.reads(theirs):
-            fields.append(ours)
+            needed[ours] = plain[ours]
     if model.num_global_kv_heads and not model.global_key_is_value:
-        fields.append("num_global_kv_heads")  # Gemma 4 has it with keys that are values
+        needed["num_global_kv_heads"] = None  # Gemma 4 has it with keys that are values
+    plain_scale = model.head_dim**-0.5
+    computed = family.attention_scale or plain_scale
     if family.reads(_SCALAR):
         computed = attention_scalar(model) ** -0.5
-    if not math.isclose(scale, computed, rel_tol=1e-9):
-        fields.append("attention_scale")
+    if not math.isclose(model.attention_scale or plain_scale, computed, rel_tol=1e-9):
+        needed["attention_scale"] = family.attention_scale
     can_mix = family.reads("layer_types") or len(set(kinds)) == 1
     ends_full = kinds[-1] == FULL or not family.last_is_full
     if SLIDING in kinds and not (ends_full and family.reads("sliding_window") and can_mix):
-        fields.append("layer_types")
+        needed["layer_types"] = ()
     if not _has_ropes(family, kinds, ropes):
-        fields.append(_rope_field(model))
+        name = _rope_field(model)
+        needed[name] = "one number" if name == "rope_percentage" else plain[name]
     if family.divides and model.embed_dim % model.num_heads:
-        fields.append("num_heads")
-    return fields
+        needed["num_heads"] = "a divisor of embed_dim"
+    return needed
 
 
 def _has_ropes(family: Family, kinds: list[str], ropes: list[dict]) -> bool:

@@ -15,7 +15,7 @@ from prope.hf import config_json, deepmind
 from prope.hf.families import FAMILIES
 from prope.hf.hub import find_checkpoint
 from prope.hf.layout import EMBEDDING, HEAD, Tensor, list_tensors, unused_tensors
-from prope.hf.tensors import Stored, open_tensors, some
+from prope.hf.tensors import Stored, check_found, open_tensors
 from prope.hf.tokenizers import copy_into_run, find_tokenizer, read_stop_ids
 from prope.runtime.files import as_path, check_new, local_copy, new_directory
 from prope.runtime.validate import validate
@@ -139,28 +139,14 @@ def check_tensors(source: epath.Path, stored: dict[str, Stored], expected: list[
         problem = f"config.json's tie_word_embeddings=false needs {HEAD}, which is missing"
         remedy = "if the embedding is also the output matrix, set it to true"
         raise usage_error("--input", source, problem, remedy)
-    missing = shapes.keys() - stored.keys()
-    unknown = stored.keys() - shapes.keys() - {HEAD}
-    problems = []
-    if missing:
-        problems.append(f"missing tensors: {some(missing)}")
-    if unknown:
-        problems.append(f"unknown tensors: {some(unknown)}")
-    if problems:
-        remedy = "a checkpoint has the tensors that its config.json leads to, and no others"
-        raise usage_error("--input", source, "; ".join(problems), remedy)
-    remedy = "download config.json and the tensors again, of one checkpoint"
+    if HEAD in stored:
+        shapes[HEAD] = shapes[EMBEDDING]
+    found = {}
     for name, (_, values) in stored.items():
-        expected_shape = shapes.get(name, shapes[EMBEDDING])
-        shape = tuple(values.get_shape())
-        dtype = values.get_dtype()
-        if dtype not in _DTYPES:
-            problems.append(f"{name} has dtype {dtype}, not one of {' '.join(_DTYPES)}")
-            remedy = "load it with transformers, dequantized, and call save_pretrained"
-        if shape != expected_shape:
-            problems.append(f"{name} has shape {shape} where config.json leads to {expected_shape}")
-    if problems:
-        raise usage_error("--input", source, some(problems), remedy)
+        found[name] = (tuple(values.get_shape()), values.get_dtype())
+    remedy = "a checkpoint has the tensors that its config.json leads to: download both again, or "
+    remedy += "load it with transformers, dequantized, and call save_pretrained"
+    check_found(source, found, shapes, _DTYPES, remedy)
 
 
 def read_params(config: ConfigDict, stored: dict[str, Stored], expected: list[Tensor]) -> dict:

@@ -40,14 +40,13 @@ class Tensor:
     layer: int | None  # the layer, if the parameter is stacked
     index: tuple[int, ...]  # which matrix, if the parameter holds two
     order: tuple[int, ...]  # permutation of the matrix's axes; the file joins some of them
-    scale: float = 1.0  # the file holds scale * (parameter + offset)
-    offset: float = 0.0
+    offset: float = 0.0  # the file holds parameter + offset
 
     def read(self, parameter: np.ndarray, dtype: np.dtype) -> np.ndarray:
         """Returns the tensor in the file's layout from the parameter, or its layer."""
         matrix = parameter[self.index].transpose(self.order)
-        if (self.scale, self.offset) != (1, 0):
-            matrix = self.scale * (matrix + self.offset)
+        if self.offset:
+            matrix = matrix + self.offset
         return np.ascontiguousarray(matrix, dtype).reshape(self.shape)
 
     def write(self, parameter: np.ndarray, values: np.ndarray) -> None:
@@ -61,20 +60,20 @@ class Tensor:
 
 
 def list_tensors(model: ConfigDict, family: Family) -> list[Tensor]:
-    """Lists the tensors of a run's `config.model` for a family's class, sorted by name.
-
-    They hold what the class does not compute: 1 + scale of a norm, and sqrt(D), by which the
-    embedding is multiplied.
-    """
+    """Lists the tensors of a run's `config.model` for a family's class, sorted by name."""
     tensors = []
     for path, row in parameters.parameters(model).items():
         stack = parameters.stack_of(path)
-        rows = {None: ""} if stack is None else _prefixes(model, stack)
+        rows = {None: ""}
+        if stack is not None:
+            rows = {row: f"layers.{layer}." for row, layer in enumerate(stacks(model)[stack])}
         sizes = parameters.axis_sizes(model, path)
         for layer, prefix in rows.items():
             for number, name in enumerate(_names(family, path, row)):
                 tensor = _tensor(sizes, path, row, layer, number, f"{prefix}{name}")
-                tensors.append(_in_convention(tensor, model, family))
+                if path.endswith("/scale") and not family.adds_one:
+                    tensor = dataclasses.replace(tensor, offset=1.0)
+                tensors.append(tensor)
     return sorted(tensors, key=lambda tensor: tensor.name)
 
 
@@ -86,11 +85,6 @@ def unused_tensors(model: ConfigDict) -> set[str]:
         for number in range(first_sharing_layer(model), model.num_layers)
         for name in names
     }
-
-
-def _prefixes(model: ConfigDict, stack: str) -> dict[int, str]:
-    """Returns how the names of a layer's tensors begin, by its row in a stack."""
-    return {row: f"layers.{layer}." for row, layer in enumerate(stacks(model)[stack])}
 
 
 def _names(family: Family, path: str, row: Parameter) -> tuple[str, ...]:
@@ -131,18 +125,3 @@ def _tensor(
         index=(number,) if row.axes.startswith("C") else (),
         order=tuple(matrix_axes.index(axis) for axis in letters),
     )
-
-
-def _in_convention(tensor: Tensor, model: ConfigDict, family: Family) -> Tensor:
-    """Moves 1 + scale and sqrt(D) into the tensor where the class does not compute them.
-
-    Where the embedding is also the output matrix, the final norm takes the factor back.
-    """
-    module, *_, name = tensor.path
-    scale = 1.0
-    if model.scale_embedding and "scale_embedding" not in family.flags:
-        factor = parameters.embedding_factor(model)
-        scales = {"embedder": factor, "final_norm": 1 / factor if model.tied else 1.0}
-        scale = scales.get(module, 1.0)
-    adds_one = name == "scale" and not family.adds_one
-    return dataclasses.replace(tensor, scale=scale, offset=float(adds_one))

@@ -15,7 +15,7 @@ from prope.encodings import (
     ntk_wavelength,
 )
 from prope.errors import UsageError, usage_error
-from prope.hf.families import FULL, SLIDING, Family, read_kinds, rotated_layers
+from prope.hf.families import FULL, SLIDING, Family, read_kinds, rotated_layers, wrong
 from prope.rope import frequencies, num_rotated_pairs
 from prope.stack.layers import head_dim, layer_windows
 
@@ -162,9 +162,9 @@ def _read_rope(rope: dict, values: dict) -> dict:
     _check_known(rope)
     if type(p) not in (int, float) or not 0 <= p <= 1 or (kind != "proportional" and p != 1):
         problem = f"must be a fraction in [0, 1] with rope_type proportional, and 1 with {kind}"
-        raise usage_error("partial_rotary_factor", json.dumps(p), problem)
+        raise wrong(rope, "partial_rotary_factor", problem)
     if type(theta) not in (int, float):
-        raise usage_error("rope_theta", json.dumps(theta), "must be a number")
+        raise wrong(rope, "rope_theta", "must be a number")
     model = {"max_wavelength": float(theta), "rope_percentage": float(p)}
     if not _is_plain(rope):
         model["rope_scaling_type"] = kind
@@ -182,12 +182,12 @@ def _ropes_by_kind(family: Family, values: dict) -> dict[str, dict]:
     written = values.get("rope_parameters") or defaults
     if written and not (isinstance(written, dict) and written.keys() <= {FULL, SLIDING}):
         problem = f"must be an object with {FULL} and {SLIDING}"
-        raise usage_error("rope_parameters", json.dumps(written), problem)
+        raise wrong(values, "rope_parameters", problem)
     names = ("rope_theta", "rope_scaling", "max_position_embeddings")
     full = {name: values.get(name) for name in names}
     local_theta = values.get("rope_local_base_freq")
     if family.reads("rope_local_base_freq") and type(local_theta) not in (int, float):
-        raise usage_error("rope_local_base_freq", json.dumps(local_theta), "must be a number")
+        raise wrong(values, "rope_local_base_freq", "must be a number")
     local = full | {"rope_theta": local_theta, "rope_scaling": None}
     return {
         FULL: _rope_parameters(full | {"rope_parameters": written.get(FULL)}),

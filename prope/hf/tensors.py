@@ -150,6 +150,34 @@ def _write_file(
     save_file(values, path, {"format": "pt"})  # transformers requires this entry
 
 
+def check_found(
+    source: epath.Path,
+    found: dict[str, tuple[tuple[int, ...], str]],
+    shapes: dict[str, tuple[int, ...]],
+    dtypes: tuple[str, ...],
+    remedy: str,
+) -> None:
+    """Raises UsageError where the shapes and dtypes that were found are not those of a model."""
+    problems = []
+    for what, names in (
+        ("missing", shapes.keys() - found.keys()),
+        ("unknown", found.keys() - shapes.keys()),
+    ):
+        if names:
+            problems.append(f"{what} tensors: {some(names)}")
+    differing = []
+    for name in found.keys() & shapes.keys():
+        shape, dtype = found[name]
+        if shape != shapes[name]:
+            differing.append(f"{name} has shape {shape}, not {shapes[name]}")
+        if dtype not in dtypes:
+            differing.append(f"{name} has dtype {dtype}, not one of {' '.join(dtypes)}")
+    if differing:
+        problems.append(some(differing))
+    if problems:
+        raise usage_error("--input", source, "; ".join(problems), remedy)
+
+
 def some(names: Iterable[str]) -> str:
     """Returns the first three names, and how many more there are."""
     names = sorted(names)

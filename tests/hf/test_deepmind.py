@@ -1,4 +1,8 @@
-"""DeepMind's gemma beside prope: the rotation of 4.0.1, and checkpoints of Gemma 1 to 4."""
+"""DeepMind's gemma beside prope: rotations of 3.3.0 and 4.0.1, and checkpoints of Gemma 1 to 4.
+
+`pip install --no-deps gemma==3.3.0` brings the first (the package's dependencies are large, and the
+rotation has none of them).
+"""
 
 import json
 import os
@@ -7,11 +11,12 @@ import subprocess
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles
 import orbax.checkpoint as ocp
 import pytest
 from support import write_gemma4
 from support.commands import ROOT
-from support.models import DENSE4, E4, draw_model, forward, leaves_by_path, same, small
+from support.models import DENSE4, E4, draw_inputs, draw_model, forward, leaves_by_path, same, small
 
 from prope import apply_p_rope
 from prope.config import default_config
@@ -63,6 +68,17 @@ def test_gemma_4_s_rotation_is_prope_s_within_its_own_error(gemma4_values):
         their_error = np.abs(theirs - case["rotated_queries"]).max()
         assert np.abs(ours[0, :, 0] - theirs).max() <= their_error + 1.5 * 3e-7
         assert their_error < 0.05, "angles of 262143 and 1048575 radians, in float32"
+
+
+@pytest.mark.parametrize("p", [0, 0.1, 0.25, 0.5, 0.75, 1])
+def test_gemma_3_s_rotation_is_prope_s_within_its_own_error(gemma_rope, p):
+    positions = np.array([[0, 1, 255, 256, 257, 4095, 8191]], np.int32)
+    inputs = draw_inputs(256, positions)
+    theirs = gemma_rope(inputs, positions, base_frequency=10_000, rope_proportion=p)
+    ours = apply_p_rope(inputs, positions, 256, 10_000, p)
+    their_error = np.abs(theirs - oracles.rotation(inputs, positions, 1e4, p)).max()
+    assert np.abs(ours - theirs).max() <= their_error + 3e-7
+    assert their_error < 2e-3, "theirs is the same rotation, in float32"
 
 
 # --- Checkpoints of Orbax -----------------------------------------------------------------------
@@ -119,10 +135,6 @@ def deepmind_arrays(
     }
 
 
-def nested(arrays):
-    return parameters.nest(arrays)
-
-
 def flat(arrays, prefix="transformer/"):
     tree = {}
     for name, array in arrays.items():
@@ -156,11 +168,11 @@ def stacked(arrays, period):
 CHECKPOINTS = [
     ("gemma 1 2B", flat),
     ("gemma 1 7B", policy),
-    ("gemma 2", nested),
+    ("gemma 2", parameters.nest),
     ("gemma 3", lambda arrays: stacked(arrays, 2)),
     ("gemma 3", flat),
     ("gemma 4", lambda arrays: stacked(arrays, 3)),
-    ("gemma 4", nested),
+    ("gemma 4", parameters.nest),
     ("gemma 4 E", flat),
 ]
 
@@ -219,7 +231,11 @@ def test_parts_for_images_and_a_trainer_s_folder_are_passed_over(tmp_path):
     }
 
     def of_trainer(arrays):
-        return {"params": nested(arrays), "step": np.ones((), np.int32), "opt_state": [{"m": 1.0}]}
+        return {
+            "params": parameters.nest(arrays),
+            "step": np.ones((), np.int32),
+            "opt_state": [{"m": 1.0}],
+        }
 
     folder = tmp_path / "orbax" / "default"
     config, params = write_checkpoint(folder, "gemma 3", of_trainer, **more)
@@ -230,46 +246,49 @@ def test_parts_for_images_and_a_trainer_s_folder_are_passed_over(tmp_path):
 Q_EINSUM = "layer_1/attn/q_einsum/w"
 
 
-@pytest.mark.parametrize(
-    ("changes", "fields", "expected"),
-    [
-        ({Q_EINSUM: None}, {}, f"missing arrays: {Q_EINSUM}; give --config the model that was"),
-        ({"layer_1/attn/new": np.ones(3)}, {}, "unknown arrays: layer_1/attn/new; give"),
-        ({}, {"use_qk_norm": True}, "missing arrays: layer_0/attn/key_norm/scale, layer_0/"),
-        ({}, {"num_layers": 2}, "unknown arrays: layer_2/attn/attn_vec_einsum/w, layer_2/"),
-        ({}, {"vocab_size": 299}, "input_embedding has shape (428, 32), not (299, 32)"),
-        ({}, {"embed_dim": 16}, "layer_0/attn/attn_vec_einsum/w has shape (4, 16, 32), not (4, "),
-        ({}, {"tied": False}, "missing arrays: head/w"),
-        ({Q_EINSUM: np.ones((4, 32, 16), np.int32)}, {}, f"{Q_EINSUM} has dtype int32"),
-        ({}, {"rope_percentage": 2.0}, "config.model.rope_percentage=2.0: must be a fraction"),
-    ],
-)
-def test_a_checkpoint_of_another_model_is_refused(changes, fields, expected, tmp_path):
-    config, _ = write_checkpoint(tmp_path / "orbax", "gemma 1 2B", **changes)
-    config.model.update(fields)
+def refused(tmp_path, config, *names):
+    """The import ends in one line with these names, and leaves nothing."""
     with pytest.raises(UsageError) as error:
         import_run(tmp_path / "orbax", tmp_path / "run", config=config)
-    assert expected in str(error.value)
-    assert "\n" not in str(error.value)
+    line = str(error.value)
+    assert "\n" not in line
+    assert all(name in line for name in names), line
     assert not (tmp_path / "run").exists()
+
+
+# (Arrays that are changed in the checkpoint, fields in the config, what the line names).
+@pytest.mark.parametrize(
+    ("changes", "fields", "names"),
+    [
+        ({Q_EINSUM: None}, {}, ("missing", Q_EINSUM, "--config")),
+        ({"layer_1/attn/new": np.ones(3)}, {}, ("unknown", "layer_1/attn/new")),
+        ({}, {"use_qk_norm": True}, ("missing", "layer_0/attn/key_norm/scale")),
+        ({}, {"num_layers": 2}, ("unknown", "layer_2/attn/attn_vec_einsum/w")),
+        ({}, {"vocab_size": 299}, ("input_embedding", "(428, 32)", "(299, 32)")),
+        ({}, {"embed_dim": 16}, ("layer_0/attn/attn_vec_einsum/w", "(4, 16, 32)")),
+        ({}, {"tied": False}, ("missing", "head/w")),
+        ({Q_EINSUM: np.ones((4, 32, 16), np.int32)}, {}, (Q_EINSUM, "int32")),
+        ({}, {"rope_percentage": 2.0}, ("config.model.rope_percentage=2.0",)),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(changes, fields, names, tmp_path):
+    config, _ = write_checkpoint(tmp_path / "orbax", "gemma 1 2B", **changes)
+    config.model.update(fields)
+    refused(tmp_path, config, *names)
 
 
 def test_the_config_is_asked_for_where_it_is_needed(tmp_path):
     config, _ = write_checkpoint(tmp_path / "orbax", "gemma 1 2B")
-    with pytest.raises(UsageError, match="which does not tell its model; give --config=FILE"):
-        import_run(tmp_path / "orbax", tmp_path / "run")
+    refused(tmp_path, None, "--config=FILE")
     (tmp_path / "orbax/config.json").write_text("{}")
-    with pytest.raises(UsageError, match="or has a config.json; remove the flag"):
-        import_run(tmp_path / "orbax", tmp_path / "run", config=config)
+    refused(tmp_path, config, "--config", "config.json")
 
 
 @pytest.mark.parametrize("file", ["_METADATA", "manifest.ocdbt"])
 def test_a_damaged_checkpoint_is_refused_in_one_line(file, tmp_path):
     config, _ = write_checkpoint(tmp_path / "orbax", "gemma 1 2B")
     (tmp_path / "orbax" / file).write_bytes(b"damaged")
-    with pytest.raises(UsageError, match="copy the checkpoint again") as error:
-        import_run(tmp_path / "orbax", tmp_path / "run", config=config)
-    assert "\n" not in str(error.value)
+    refused(tmp_path, config, str(tmp_path / "orbax"))
 
 
 # What the small models of write_gemma4.py are in prope.
@@ -285,7 +304,7 @@ def test_logits_of_gemma_4_are_gemma_s(kind, tmp_path):
     params, *_ = draw_model(config.model)
     arrays = deepmind_arrays(config.model, params, swaps_gating=True)
     drawn = {name: write_gemma4.draw(name, array.shape) for name, array in arrays.items()}
-    tree = nested(drawn)
+    tree = parameters.nest(drawn)
     save_tree(tmp_path / "orbax", tree)
     import_run(tmp_path / "orbax", tmp_path / "run", config=config)
     tokens = jnp.asarray(write_gemma4.TOKENS, jnp.int32)

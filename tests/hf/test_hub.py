@@ -129,7 +129,7 @@ def test_a_model_is_fetched_by_its_name_once(server, exported, tmp_path):
 def test_a_model_that_is_refused_is_not_fetched(server, exported, tmp_path):
     server.folder = shutil.copytree(exported, tmp_path / "other")
     edit(server.folder, model_type="mamba")
-    with pytest.raises(UsageError, match='model_type="mamba": only "gemma" or '):
+    with pytest.raises(UsageError, match='model_type="mamba"'):
         importer.import_run(NAME, tmp_path / "run")
     names = {path.rpartition("/")[2] for _, path in server.asked}
     assert "config.json" in names and "model.safetensors" not in names
@@ -139,7 +139,7 @@ def test_a_folder_of_that_name_is_taken_and_the_log_says_so(server, exported, tm
     shutil.copytree(exported, tmp_path / NAME)
     with caplog.at_level(logging.INFO, "prope"):
         assert str(fetch()) == NAME
-    assert f"--input={NAME}: reading the folder of this name, not the Hub's model" in caplog.text
+    assert f"--input={NAME}" in caplog.text
     assert server.asked == []
 
 
@@ -149,26 +149,25 @@ def test_a_model_in_the_cache_needs_no_network(server, monkeypatch):
     server.asked.clear()
     assert fetch() == place
     (place / "model.safetensors").unlink()
-    with pytest.raises(UsageError, match="cannot be reached; .*/cache has no whole copy; .*"):
+    with pytest.raises(UsageError, match="/cache"):
         fetch()
     assert server.asked == []
 
 
 @pytest.mark.parametrize(
-    ("name", "failing", "expected"),
+    ("name", "failing", "remedy"),
     [
-        ("lab/none", {}, "has no such model, or only .*; correct the name, or: hf auth login$"),
-        ("lab/a--b", {}, "has no such model"),
-        (NAME, {"/api": (401, "GatedRepo")}, f"to those .*; accept them at .*/{NAME}, then: hf "),
-        (NAME, {f"/{NAME}": (403, "GatedRepo")}, f"accept them at .*/{NAME}, then: hf auth login$"),
-        (NAME, {"/api": (401, "")}, "does not take the token; hf auth login$"),
-        (NAME, {"/api": (503, "")}, f"cannot be reached; .*: hf download {NAME} --local-dir=DIR,"),
+        ("lab/none", {}, "hf auth login"),
+        ("lab/a--b", {}, "the name"),
+        (NAME, {"/api": (401, "GatedRepo")}, f"accept them at .*/{NAME}, then: hf auth login"),
+        (NAME, {f"/{NAME}": (403, "GatedRepo")}, f"accept them at .*/{NAME}"),
+        (NAME, {"/api": (401, "")}, "token; hf auth login"),
+        (NAME, {"/api": (503, "")}, f"hf download {NAME} --local-dir=DIR"),
     ],
 )
-def test_what_the_hub_does_not_give_is_one_line(server, tmp_path, name, failing, expected):
+def test_what_the_hub_does_not_give_is_one_line(server, tmp_path, name, failing, remedy):
     server.failing |= failing
-    start = f"^--input={name}: no such directory, and the Hub at http://127.0.0.1:[0-9]+ "
-    with pytest.raises(UsageError, match=start + ".*" + expected) as error:
+    with pytest.raises(UsageError, match=f"^--input={name}: .*{remedy}") as error:
         importer.import_run(name, tmp_path / "run")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
@@ -185,7 +184,7 @@ def test_a_download_that_stops_is_begun_again_by_the_same_command(server, tmp_pa
 
 @pytest.mark.parametrize("name", ["none", "a/b/c", "../none/", "./lab/tiny-gemma", "/lab/tiny"])
 def test_what_is_no_name_is_a_directory_that_is_missing(server, name):
-    with pytest.raises(UsageError, match=r"no such directory; a model on the Hub is named as "):
+    with pytest.raises(UsageError, match="^--input=.*: no such directory"):
         fetch(name)
     assert server.asked == []
 

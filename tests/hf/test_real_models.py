@@ -1,6 +1,5 @@
 """Gemma 3 270M and SmolLM2 135M beside transformers: losses, words, caches, tensors."""
 
-import os
 import pathlib
 from types import SimpleNamespace
 
@@ -41,10 +40,8 @@ def real(request, once):
     import torch
     import transformers
 
-    cache = os.environ.get("PROPE_REAL_MODELS")
-
     def make(directory):
-        folder = pathlib.Path(cache or directory) / name
+        folder = real_models.cache() / name
         real_models.make(name, folder)
         importer.import_run(folder, directory / "run")
         return str(folder)

@@ -17,6 +17,7 @@ from support.commands import ROOT
 from support.planted import ROPE_MUTANTS, load_source
 
 from prope.encodings import partial_frequencies
+from prope.errors import UsageError
 from prope.golden import check as golden_check
 from prope.golden.check import (
     ARRAYS,
@@ -29,7 +30,7 @@ from prope.golden.check import (
     predict,
     read_values,
 )
-from prope.rope import rotate, rotation_table
+from prope.rope import apply_p_rope, rotate, rotation_table
 
 CASES = load_cases()
 PROPORTIONAL = [name for name in CASES if name.startswith("proportional")]
@@ -404,9 +405,11 @@ def test_what_cannot_be_excluded_is_told():
 # --- Other projects' programs -------------------------------------------------------------------
 
 
-def import_transformers():
+@pytest.fixture(scope="module")
+def libraries():
+    """(transformers, torch)."""
     torch = pytest.importorskip("torch", reason="the hf extra is not installed")
-    return torch, pytest.importorskip("transformers", reason="the hf extra is not installed")
+    return pytest.importorskip("transformers", reason="the hf extra is not installed"), torch
 
 
 def as_tensors(torch, case):
@@ -414,9 +417,9 @@ def as_tensors(torch, case):
     return [torch.tensor(case[kind]).float()[None, None] for kind in ("queries", "keys")]
 
 
-def test_transformers_passes_with_float32_angles(tmp_path):
+def test_transformers_passes_with_float32_angles(libraries, tmp_path):
     """Its frequencies of p-RoPE, rotated by its functions of Gemma."""
-    torch, transformers = import_transformers()
+    transformers, torch = libraries
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.gemma.modeling_gemma import apply_rotary_pos_emb
 
@@ -463,8 +466,8 @@ def test_gemma_passes_with_float32_angles(gemma_rope):
     assert check(values, float32_angles=True)[1]["equal"]
 
 
-def test_neox_in_transformers_passes_as_partial_rotary():
-    torch, transformers = import_transformers()
+def test_neox_in_transformers_passes_as_partial_rotary(libraries):
+    transformers, torch = libraries
     from transformers.models.gpt_neox import modeling_gpt_neox as neox_model
 
     values = {}
@@ -484,3 +487,93 @@ def test_neox_in_transformers_passes_as_partial_rotary():
         }
     verdict, result = check(values, float32_angles=True)
     assert result["equal"] and verdict.startswith("equal to partial rotary in 5 of 17 cases")
+
+
+# --- The files that are read, and the command ---------------------------------------------------
+
+NAME = "proportional_d16_p0.25"
+QUERIES = f"{NAME}/rotated_queries"
+GOOD = CASES[NAME]["rotated_queries"]
+
+
+# (A port's arrays, what the line names).
+@pytest.mark.parametrize(
+    ("arrays", "names"),
+    [
+        ({}, ["proportional_d16_p0/rotated_queries"]),
+        ({f"{NAME}0/cos": GOOD}, [f"{NAME}0/cos", "proportional_d16_p0"]),
+        ({"rotated_queries": GOOD}, ["rotated_queries", "CASE/ARRAY"]),
+        ({f"{NAME}/rotated_query": GOOD}, [f"{NAME}/rotated_query:", QUERIES]),
+        ({f"{NAME}/queries": GOOD}, [f"{NAME}/queries", "CASE/ARRAY"]),
+        ({QUERIES: GOOD.T}, [QUERIES, "(6, 16)", "(16, 6)"]),
+        ({f"{NAME}/cos": GOOD[:, :9]}, ["cos", "(6, 8)", "(6, 9)"]),
+        ({f"{NAME}/sin": GOOD[:, :4]}, ["sin", "(6, 4)", "2 rotated pairs", "8 pairs"]),
+        ({f"{NAME}/cos": GOOD[:, :2]}, ["cos", "(6, 2)", "2 rotated pairs"]),
+        ({QUERIES: np.where(GOOD > 1, np.inf, GOOD)}, [QUERIES, "finite"]),
+        ({QUERIES: GOOD.astype(str)}, [QUERIES, "<U"]),
+        ({QUERIES: GOOD.astype(object)}, ["values.npz", ".npz"]),
+    ],
+)
+def test_bad_values_are_refused(arrays, names, tmp_path):
+    np.savez(tmp_path / "values.npz", **arrays)
+    with pytest.raises(UsageError) as error:
+        read_values(tmp_path / "values.npz")
+    line = str(error.value)
+    assert "\n" not in line
+    assert all(name in line for name in names), line
+
+
+def test_every_form_of_an_array_is_read(tmp_path):
+    name = "partial_d16_p0.25"
+    case = CASES[name]
+    for cos, sin in (
+        (np.append(case["cos"], case["cos"], axis=1), np.append(case["sin"], case["sin"], axis=1)),
+        (np.repeat(case["cos"], 2, axis=1), np.repeat(case["sin"], 2, axis=1)),
+    ):
+        arrays = {
+            f"{name}/cos": cos.astype(np.float32)[None, :, None],
+            f"{name}/sin": sin,
+            f"{name}/inv_freq": case["frequencies"][:2],
+            f"{name}/rotated_keys": case["rotated_keys"][None, None],
+        }
+        np.savez(tmp_path / "values.npz", **arrays)
+        verdict, result = check(read_values(tmp_path / "values.npz"))
+        assert result["equal"]
+        assert verdict.startswith("equal to partial rotary in 1 of 17 cases within")
+
+
+def test_the_command_prints_a_verdict(run_command, start_command, tmp_path):
+    name = "proportional_d64_p0.3"
+    case = CASES[name]
+    d, theta, _ = settings(name)
+    for file, p in (("right", 0.3), ("wrong", 1.0)):
+        inputs = np.float32(case["queries"])[None, :, None]
+        positions = case["positions"].astype(np.int32)[None]
+        rotated = apply_p_rope(inputs, positions, d, theta, p)
+        np.savez(tmp_path / file, **{f"{name}/rotated_queries": rotated[0, :, 0]})
+    done = run_command("prope.check_port", f"--values={tmp_path}/right.npz")
+    assert done.code == 0 and done.result["equal"]
+    assert done.result["rope_percentage"] == 0.3
+    assert done.stderr.startswith("equal to p-RoPE in 1 of 17 cases within ")
+    assert done.stderr.count("\n") == 1
+    command = start_command("prope.check_port", f"--values={tmp_path}/wrong.npz")
+    code, stdout, stderr = command.wait()
+    result = json.loads(stdout.splitlines()[-1])
+    assert code == 1 and not result["equal"]
+    assert result["mistake"] == "p is ignored: every pair is rotated"
+    assert stderr.startswith("not p-RoPE in 1 of 17 cases: p is ignored")
+    assert stderr.count("\n") == 1
+
+
+def test_the_command_refuses_what_it_cannot_read(run_command, tmp_path):
+    (tmp_path / "text.npz").write_text("no zip")
+    np.savez(tmp_path / "whole.npz", a=np.ones(9))
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "whole.npz").read_bytes()[:100])
+    np.save(tmp_path / "array.npy", np.ones(3))
+    files = ("none.npz", "text.npz", "cut.npz", "array.npy", "")
+    places = [*(f"{tmp_path}/{name}".rstrip("/") for name in files), "https://a/b.npz"]
+    for argument in ("--nofloat32_angles", *(f"--values={place}" for place in places)):
+        done = run_command("prope.check_port", argument)
+        assert done.code == 2
+        named = "--values" if argument.startswith("--no") else argument
+        assert done.error.startswith("error: ") and named in done.error

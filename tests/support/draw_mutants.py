@@ -24,12 +24,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 TESTS = {
     "": "house help refusals train nonfinite faults",
     "rope.py": "rope rope_transforms model",
-    "encodings.py": "encodings model exchange_encodings",
+    "encodings.py": "encodings model config_json transformers",
     "attention.py": "attention context model sharded",
     "model.py": "model encodings parameters sample sharded precision",
     "stack/parameters.py": "parameters model sharded optimizer",
     "loss.py": "loss sharded evaluate",
-    "optimizer.py": "optimizer nonfinite parity",
+    "optimizer.py": "optimizer nonfinite transformers",
     "step.py": "sharded nonfinite optimizer precision train",
     "sharding.py": "sharded context rope_sharded pod",
     "config.py": "config refusals train",
@@ -41,7 +41,7 @@ TESTS = {
     "plan.py": "plan",
     "bench.py": "bench",
     "export_hf.py": "exchange",
-    "import_hf.py": "exchange exchange_refusals",
+    "import_hf.py": "exchange config_json",
     "check_port.py": "check_port",
     "golden": "check_port",
     "data": "windows sources task_windows tokenizer prepare",
@@ -65,7 +65,7 @@ TESTS = {
     "inference/generation.py": "sample",
     "inference/asking.py": "scores",
     "inference/trials.py": "scores",
-    "hf": "exchange exchange_encodings exchange_refusals",
+    "hf": "exchange config_json transformers",
     "analysis": "analyze analyze_input analyze_figures analyze_sharded channels theory",
     "analysis/theory.py": "theory",
     "analysis/theory_page.py": "theory",
@@ -82,7 +82,9 @@ def tests_of(path: str) -> list[str]:
     key = max(
         (key for key in TESTS if path == key or path.startswith(f"{key}/") or not key), key=len
     )
-    return [str(next(ROOT.glob(f"tests/*/test_{name}.py"))) for name in TESTS[key].split()]
+    files = [sorted(ROOT.glob(f"tests/*/test_{name}.py")) for name in TESTS[key].split()]
+    assert all(files), f"{key}: {TESTS[key]}: a file that is not there"
+    return [str(file) for found in files for file in found]
 
 
 def draw(count: int, seed: int) -> list:

@@ -4,7 +4,9 @@
     python tests/support/real_models.py CACHE
 
 Gemma 3 270M and SmolLM2 135M Instruct are in the packages as GGUF, with 4 to 8 bits a weight.
-transformers reads it, and here saves bfloat16 tensors, config and tokenizer in CACHE/NAME.
+transformers reads it, and here saves bfloat16 tensors, config and tokenizer in CACHE/NAME. Tests
+keep them in the folder that PROPE_REAL_MODELS names, by default ~/.cache/prope-tests/real_models,
+so that GGUF, which takes minutes, is read once on a machine.
 """
 
 import argparse
@@ -44,7 +46,7 @@ def make(name: str, folder: pathlib.Path) -> None:
     import torch
     import transformers
 
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    unfinished = folder.with_name(f"{folder.name}.unfinished-{os.getpid()}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     joined = unfinished / "model.gguf"
@@ -62,7 +64,17 @@ def make(name: str, folder: pathlib.Path) -> None:
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     joined.unlink()
-    unfinished.rename(folder)
+    try:
+        unfinished.rename(folder)
+    except OSError:  # another process was first
+        shutil.rmtree(unfinished)
+
+
+def cache() -> pathlib.Path:
+    """Returns the folder in which tests keep the checkpoints."""
+    named = os.environ.get("PROPE_REAL_MODELS")
+    user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return pathlib.Path(named or f"{user}/prope-tests/real_models").expanduser()
 
 
 def text() -> str:

@@ -1,0 +1,971 @@
+"""Every class of transformers beside prope: logits, gradients, training, there and back."""
+
+import copy
+import dataclasses
+import functools
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from oracles import decoder, rotate, rotate_qkv
+from support.exchange import save, stored
+from support.models import assert_trees_close, forward, leaves_by_path, same
+from support.runs import SIZES as RUN_SIZES
+from support.runs import make_run, save_run
+from support.text import articles
+
+from prope import model
+from prope.config import default_config, set_layer_percentages
+from prope.data.tokenizer import load_tokenizer
+from prope.encodings import layer_frequencies, rotated_pairs
+from prope.hf import config_json, exporter, importer
+from prope.hf.families import (
+    ACTIVATIONS,
+    FAMILIES,
+    SIZES,
+    fill,
+    read_kinds,
+    read_switches,
+    rotated_layers,
+)
+from prope.hf.layout import list_tensors
+from prope.inference.generation import empty_cache
+from prope.optimizer import make_optimizer
+from prope.rope import frequencies
+from prope.stack import parameters
+from prope.stack.layers import layer_windows
+from prope.step import make_train_step
+from prope.workdir.run import open_run, read_config
+
+slow = pytest.mark.slow
+BOUND = 1e-4  # of logits in float32
+
+
+@pytest.fixture(scope="module")
+def libraries():
+    """(transformers, torch)."""
+    torch = pytest.importorskip("torch", reason="the hf extra is not installed")
+    return pytest.importorskip("transformers", reason="the hf extra is not installed"), torch
+
+
+def load(libraries, directory, **options):
+    """transformers' model of a directory, in float32; fails where it lacks or adds a tensor."""
+    transformers, torch = libraries
+    options |= {"dtype": torch.float32, "output_loading_info": True}
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(directory, **options)
+    assert not any(report.values()), report
+    return theirs
+
+
+def compute(torch, theirs, tokens):
+    """The logits of a model of transformers."""
+    with torch.no_grad():
+        return theirs(torch.tensor(tokens)).logits.numpy()
+
+
+def compute_ours(config, params, tokens):
+    """prope's logits."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return np.asarray(forward(config, params, jnp.asarray(tokens), positions))
+
+
+# --- Gemma with p-RoPE --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
+def test_frequencies_are_transformers_proportional_ones_to_one_ulp(libraries, d):
+    """And 0 for the same pairs, for every p of two decimals."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    transformers, _ = libraries
+    config = default_config()
+    for p in np.arange(101) / 100:
+        theta = 1e6 if p < 0.5 else 1e4
+        config.model.update(RUN_SIZES | {"head_dim": d, "max_wavelength": theta})
+        config.model.rope_percentage = float(p)
+        theirs = transformers.GemmaConfig(**config_json.to_hf(config, "float32"))
+        expected, _ = ROPE_INIT_FUNCTIONS["proportional"](theirs, device=None)
+        # Theirs are computed in float32.
+        ours = frequencies(d, theta, p).astype(np.float32)
+        np.testing.assert_array_max_ulp(ours, expected.numpy(), maxulp=1)
+        assert np.count_nonzero(ours) == rotated_pairs(config.model)
+
+
+def exact_angles(p):
+    """A forward pass of their rotation in float64: most of the difference is in their angles."""
+    import torch
+
+    pair = torch.arange(32, dtype=torch.float64)
+    freqs = 10_000 ** (-2 * pair / 64)
+    freqs = freqs * (pair < int(p * 32))
+
+    def forward(x, position_ids):
+        angles = position_ids[..., None] * freqs
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos().float(), angles.sin().float()
+
+    return forward
+
+
+@pytest.mark.parametrize(("p", "kv_heads"), [(0, 1), (0.25, 4), (0.75, 1), (1, 4)])
+def test_logits_over_2048_tokens_are_those_of_transformers(libraries, tmp_path, p, kv_heads):
+    _, torch = libraries
+    config, params = make_run(tmp_path / "run", p, num_kv_heads=kv_heads)
+    exporter.export(tmp_path / "run", tmp_path / "hf")
+    theirs = load(libraries, tmp_path / "hf")
+    tokens = np.random.default_rng(1).integers(0, config.model.vocab_size, (1, 2048))
+    ours = compute_ours(config.model, params, tokens)
+    rounded = compute(torch, theirs, tokens)
+    theirs.model.rotary_emb.forward = exact_angles(p)
+    expected = compute(torch, theirs, tokens)
+    assert ours.dtype == expected.dtype == np.float32
+    assert expected.std() > 1
+    np.testing.assert_allclose(ours, rounded, rtol=0, atol=BOUND)
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5)
+    assert theirs.generation_config.eos_token_id == 1
+    # And back: what transformers saves is what was exported, byte for byte.
+    theirs.save_pretrained(tmp_path / "saved")
+    files = [tmp_path / name / "model.safetensors" for name in ("hf", "saved")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    importer.import_run(tmp_path / "saved", tmp_path / "back")
+    run = open_run(tmp_path / "back")
+    assert run.config.model.to_dict() == config.model.to_dict()
+    assert same(run.params(), params)
+
+
+def test_shards_are_loaded_by_transformers(libraries, tmp_path, monkeypatch):
+    make_run(tmp_path / "run")
+    exporter.export(tmp_path / "run", tmp_path / "whole")
+    monkeypatch.setattr("prope.hf.tensors._MAX_SHARD", 100_000)
+    exporter.export(tmp_path / "run", tmp_path / "shards")
+    theirs = load(libraries, tmp_path / "shards").state_dict()
+    for name, value in stored(tmp_path / "whole").items():
+        np.testing.assert_array_equal(theirs[name], value)
+
+
+@pytest.mark.parametrize("fields", [{}, {"scale_embedding": False}])
+def test_transformers_reads_the_tokenizer_with_its_bos(
+    libraries, tmp_path, sentencepiece_model, fields
+):
+    """Gemma's, beside another class, too."""
+    transformers, _ = libraries
+    make_run(tmp_path / "run", tokenizer=sentencepiece_model, **fields)
+    exporter.export(tmp_path / "run", tmp_path / "hf")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ours = load_tokenizer(sentencepiece_model)
+    for text in articles(20):
+        ids = ours.encode(text.encode())
+        assert theirs(text)["input_ids"] == [2, *ids]
+        assert theirs.decode(ids) == text
+    assert (theirs.pad_token_id, theirs.eos_token_id, theirs.bos_token_id) == (0, 1, 2)
+
+
+# --- Every encoding and class, exported ---------------------------------------------------------
+
+LENGTH = 128  # length in training; logits are compared up to four times it
+
+
+def scaled(kind, factor=4.0, length=LENGTH, **fields):
+    if kind not in ("linear", "ntk"):
+        fields["original_seq_len"] = length
+    return {"rope_scaling_type": kind, "rope_scaling_factor": factor} | fields
+
+
+DROPE = {"rope_scaling_factor": 4.0, "logit_scale": "drope", "logit_scale_coefficient": 0.4}
+WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 17}
+LOCAL = WINDOWS | {"local_max_wavelength": 500.0, "local_rope_percentage": 1.0}
+YARN_LOGITS = scaled("yarn", logit_scale="yarn")
+CUTOFF = {"rope_type": "cutoff", "rope_cutoff": 1.0, "original_seq_len": LENGTH}
+LLAMA = {"scale_embedding": False, "activation": "silu", "tied": False, "norm_epsilon": 1e-3}
+QK_NORM = {"use_qk_norm": True}
+ALL_SLIDING = {"layer_types": ("sliding_attention",), "sliding_window": 17}
+NORMS = {"post_norms": True, "use_qk_norm": True}
+GEMMA_3 = NORMS | {"attention_scale": 12**-0.5, "final_softcap": 3.0}
+GEMMA_2 = GEMMA_3 | {"use_qk_norm": False, "attention_softcap": 2.0}
+# By name: (class, p, fields of config.model, rope_type, or one for each kind of layer).
+ENCODINGS = {
+    "hard_clip": (
+        *("Gemma", 1, {"rope_type": "hard_clip", "clip_low_n": 7, "head_dim": 44}),
+        "proportional",
+    ),
+    "cutoff": ("Gemma", 1, CUTOFF, "proportional"),
+    "cope": ("Gemma", 1, {"rope_type": "cope", "clip_low_n": 9}, "longrope"),
+    "rope_id": ("Gemma", 1, {"rope_type": "rope_id", "original_seq_len": LENGTH}, "longrope"),
+    "partial": ("Gemma", 0.25, {"rope_type": "partial"}, "longrope"),
+    "reversed": ("Gemma", 0.75, {"rope_type": "reversed"}, "longrope"),
+    "linear": ("Gemma", 1, scaled("linear"), "linear"),
+    "linear of p-RoPE": ("Gemma", 0.5, scaled("linear"), "longrope"),
+    "ntk": ("Gemma", 0.75, scaled("ntk"), "proportional"),
+    "ntk of partial": ("Gemma", 0.5, scaled("ntk", rope_type="partial"), "longrope"),
+    "dynamic": ("Gemma", 1, scaled("dynamic", 2.0, LENGTH // 2), "dynamic"),
+    "yarn": ("Gemma", 1, scaled("yarn", beta_fast=16.0, beta_slow=2.0), "yarn"),
+    "yarn, its logits": ("Gemma", 1, YARN_LOGITS, "yarn"),
+    "yarn, logits of another factor": (
+        *("Gemma", 1, YARN_LOGITS | {"logit_scale_factor": 2.0}),
+        "yarn",
+    ),
+    "yarn, drope's logits": ("Gemma", 1, scaled("yarn") | DROPE, "yarn"),
+    "yarn of p-RoPE": ("Gemma", 0.5, YARN_LOGITS, "longrope"),
+    "llama3": (
+        *("Gemma", 1, scaled("llama3", low_freq_factor=2.0, high_freq_factor=16.0)),
+        "llama3",
+    ),
+    "llama3 of p-RoPE": ("Gemma", 0.5, scaled("llama3"), "longrope"),
+    "llama3, yarn's logits": ("Gemma", 1, scaled("llama3", logit_scale="yarn"), "longrope"),
+    "drope": ("Gemma", 0, DROPE, "longrope"),
+    "windows, rotated alone": (
+        *("SmolLM3", 0, LLAMA | WINDOWS | {"local_rope_percentage": 1.0}),
+        "proportional",
+    ),
+    "layers without rotation": ("SmolLM3", (1, 0), LLAMA | scaled("yarn"), "yarn"),
+    # Their scores are not sharper: that would show float32 angles, of transformers.
+    "windows, yarn": ("Gemma3", 1, NORMS | LOCAL | YARN_LOGITS, ["proportional", "yarn"]),
+    "windows, drope": ("Gemma3", 0.5, NORMS | WINDOWS | DROPE, ["proportional", "longrope"]),
+}
+# What every class computes beside its encoding.
+OWN = {
+    "Gemma": (0.75, {"activation": "silu", "tied": False, "norm_epsilon": 1e-3}, "proportional"),
+    "Gemma2": (0.25, GEMMA_2 | WINDOWS, "proportional"),
+    "Gemma3": (0.25, GEMMA_3 | LOCAL, ["proportional", "proportional"]),
+    "Llama": (0.75, LLAMA, "proportional"),
+    "Qwen2": (0.5, WINDOWS | LLAMA | {"qkv_bias": True}, "proportional"),
+    "Qwen3": (0.5, WINDOWS | LLAMA | QK_NORM, "proportional"),
+    "Mistral": (0.25, ALL_SLIDING | LLAMA, "proportional"),
+    "SmolLM3": ((0.5, 0), LLAMA, "proportional"),
+}
+CASES = ENCODINGS | {name: (name, *case) for name, case in OWN.items()}
+# One of each rope_type that is written.
+QUICK = ("partial", "linear", "dynamic", "yarn, its logits", "llama3", "Gemma3", "Llama")
+
+
+def by_name(names, quick):
+    return [name if name in quick else pytest.param(name, marks=slow) for name in names]
+
+
+def export_case(tmp_path, name):
+    """Exports a case to hf/: (config.model, params, result)."""
+    _, p, fields, _ = CASES[name]
+    config, params = make_run(tmp_path / "run", p, **fields)
+    return config.model, params, exporter.export(tmp_path / "run", tmp_path / "hf")
+
+
+@pytest.mark.parametrize("name", by_name(CASES, QUICK))
+def test_transformers_computes_the_same_logits(libraries, tmp_path, name):
+    """Also beyond the training length, where scalings count most."""
+    hf_class, _, _, rope_type = CASES[name]
+    config, params, out = export_case(tmp_path, name)
+    rope = json.loads((tmp_path / "hf" / "config.json").read_text())["rope_parameters"]
+    by_kind = isinstance(rope_type, list)
+    written = [kind["rope_type"] for kind in rope.values()] if by_kind else rope["rope_type"]
+    assert written == rope_type
+    theirs = load(libraries, tmp_path / "hf")
+    assert type(theirs).__name__ == out["class"] == f"{hf_class}ForCausalLM"
+    attentions = [layer.self_attn for layer in theirs.model.layers]
+    source = theirs.config if hf_class == "Mistral" else None  # which flash attention goes by
+    windows = [getattr(source or layer, "sliding_window", None) for layer in attentions]
+    assert windows == layer_windows(config)
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, (1, 4 * LENGTH))
+    expected = compute(libraries[1], theirs, tokens)
+    ours = compute_ours(config, params, tokens)
+    assert expected.std() > 1
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=BOUND)
+
+
+@pytest.mark.parametrize("name", [*OWN, "linear", "dynamic", "yarn", "yarn, its logits", "llama3"])
+def test_a_decoder_comes_back_from_its_export(tmp_path, name):
+    """But for a last bit of norms: 1 + scale is rounded in the file where it is below 1/2."""
+    config, params, _ = export_case(tmp_path, name)
+    importer.import_run(tmp_path / "hf", tmp_path / "back")
+    run = open_run(tmp_path / "back")
+    assert run.config.model.to_dict() == config.to_dict()
+    assert_trees_close(run.params(), params, 2e-7)
+    exporter.export(tmp_path / "back", tmp_path / "again")
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
+
+
+# --- Every class, imported ----------------------------------------------------------------------
+
+IDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+COMMON = IDS | {
+    "vocab_size": 263,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "rms_norm_eps": 1e-3,
+    "max_position_embeddings": 128,
+    "attn_implementation": "eager",
+}
+
+
+def sizes(layers, kv_heads, head_dim=None, **fields):
+    fields |= {"num_hidden_layers": layers, "num_key_value_heads": kv_heads}
+    return fields | ({} if head_dim is None else {"head_dim": head_dim})
+
+
+def rope(theta, **fields):
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta} | fields}
+
+
+GEMMA_3_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+LLAMA_3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+GEMMA_4_ROPES = {
+    "full_attention": {
+        "rope_type": "proportional",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.25,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+def gemma4(kv_heads, **fields):
+    return sizes(
+        *(6, kv_heads, 32),
+        global_head_dim=64,
+        sliding_window=5,
+        final_logit_softcapping=3.0,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        rope_parameters=GEMMA_4_ROPES,
+        **fields,
+    )
+
+
+KEYS_ARE_VALUES = gemma4(2, num_global_key_value_heads=1, attention_k_eq_v=True)
+# Values that change logits at random weights, where published ones would not: (class, fields).
+ORACLES = {
+    "gemma": ("Gemma", sizes(3, 1, 32)),
+    "gemma2": (
+        "Gemma2",
+        sizes(
+            *(4, 2, 32),
+            query_pre_attn_scalar=12,
+            sliding_window=5,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=3.0,
+        ),
+    ),
+    "gemma3": (
+        "Gemma3",
+        sizes(
+            *(8, 2, 32),
+            query_pre_attn_scalar=12,
+            sliding_window=5,
+            sliding_window_pattern=3,
+            rope_parameters=GEMMA_3_ROPES,
+        ),
+    ),
+    "dense4": ("Gemma4", KEYS_ARE_VALUES | {"hidden_size_per_layer_input": 0}),
+    "e4": (
+        "Gemma4",
+        gemma4(
+            1,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=263,
+            num_kv_shared_layers=3,
+            use_double_wide_mlp=True,
+        ),
+    ),
+    "unified4": ("Gemma4Unified", KEYS_ARE_VALUES),
+    "llama3": ("Llama", sizes(3, 2, 32) | rope(1e4, **LLAMA_3_ROPE)),
+    "smollm2": ("Llama", sizes(3, 1, num_attention_heads=3, tie_word_embeddings=True) | rope(1e5)),
+    "smollm3": ("SmolLM3", sizes(4, 2, no_rope_layer_interval=4) | rope(5e6)),
+    "qwen2": (
+        "Qwen2",
+        sizes(
+            *(4, 2),
+            tie_word_embeddings=True,
+            use_sliding_window=True,
+            sliding_window=5,
+            max_window_layers=2,
+        )
+        | rope(1e6),
+    ),
+    "qwen3": ("Qwen3", sizes(3, 2, 32) | rope(1e6)),
+    "mistral": ("Mistral", sizes(3, 2, 32, sliding_window=5) | rope(1e6)),
+}
+TOKENS = np.random.default_rng(1).integers(3, 199, (2, 24))
+
+
+def draw(torch, theirs):
+    """Draws weights in which every number matters, for a model of transformers in float32."""
+    rng = np.random.default_rng(0)
+    leaves = dict(theirs.named_parameters())
+    is_unscaled = any(path.endswith("layer_scalar") for path, _ in theirs.named_buffers())
+    with torch.no_grad():
+        for path, leaf in leaves.items():
+            mean = leaf.flatten()[0].item() if "norm" in path else 0.0
+            scale = leaf.shape[-1] ** -0.5
+            for part, value in {"bias": 0.5, "norm": 0.3, "embed": 0.3}.items():
+                scale = value if part in path else scale
+            if is_unscaled and path.endswith(("q_norm.weight", "k_norm.weight")):
+                mean, scale = 0.25, 0.05  # scores are not divided by sqrt(head_dim)
+            drawn = torch.tensor(rng.normal(mean, scale, leaf.shape))
+            # So that 1 can be taken off in float32, and added again.
+            leaf.copy_(drawn.bfloat16())
+        for path, leaf in theirs.named_buffers():
+            if path.endswith("layer_scalar"):
+                drawn = torch.tensor(rng.uniform(0.3, 0.9, leaf.shape))
+                leaf.copy_(drawn.bfloat16())
+    return theirs
+
+
+@pytest.fixture(scope="module")
+def imported(libraries, tmp_path_factory):
+    """What a family's tiny model is there and here, by name; each is made once."""
+    transformers, torch = libraries
+
+    @functools.cache
+    def make(name, dtype="float32"):
+        family, fields = ORACLES[name]
+        text = "Text" if family in ("Gemma3", "Gemma4", "Gemma4Unified") else ""
+        config = getattr(transformers, f"{family}{text}Config")(**COMMON | fields)
+        theirs = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+        draw(torch, theirs)
+        folder = tmp_path_factory.mktemp(name)
+        logits = compute(torch, theirs, TOKENS)
+        theirs.to(getattr(torch, dtype)).save_pretrained(folder / "hf")
+        result = importer.import_run(folder / "hf", folder / "run")
+        run = open_run(folder / "run")
+        return types.SimpleNamespace(
+            folder=folder,
+            logits=logits,
+            parameters=result["parameters"],
+            config=run.config.model,
+            params=run.params(),
+        )
+
+    return make
+
+
+def distance(config, params, expected):
+    """The largest difference of a logit."""
+    return np.abs(compute_ours(config, params, TOKENS) - expected).max()
+
+
+def reference_distance(config, params, expected, freqs=None, **replaced):
+    """The largest difference of a logit of the reference in NumPy, which compiles nothing."""
+    freqs = layer_frequencies(config) if freqs is None else freqs
+    positions = np.broadcast_to(np.arange(TOKENS.shape[1]), TOKENS.shape)
+    ours = decoder(config, params, TOKENS, positions, freqs=freqs, **replaced)
+    return np.abs(ours - expected).max()
+
+
+@slow
+@pytest.mark.parametrize("name", ORACLES)
+def test_logits_are_those_of_transformers(imported, name):
+    """Whole, and in pieces with a cache."""
+    oracle = imported(name)
+    config = oracle.config
+    assert oracle.parameters == sum(leaf.size for leaf in jax.tree.leaves(oracle.params))
+    assert np.abs(oracle.logits).max() > 1
+    assert reference_distance(config, oracle.params, oracle.logits) < BOUND
+    assert distance(config, oracle.params, oracle.logits) < BOUND
+    decode = jax.jit(functools.partial(model.decode, config))
+    cache = empty_cache(config, 2, 24)
+    for start in range(0, 24, 3):  # windows have 5 keys
+        tokens = jnp.asarray(TOKENS[:, start : start + 3], jnp.int32)
+        hidden, cache = decode(oracle.params, tokens, cache, jnp.full(2, start, jnp.int32))
+        logits = model.logits(config, oracle.params, hidden)
+        assert np.abs(logits - oracle.logits[:, start : start + 3]).max() < BOUND
+
+
+@slow
+@pytest.mark.parametrize("name", ["dense4", "e4", "unified4"])
+def test_gradients_are_those_of_transformers(libraries, imported, name):
+    """Of a loss, for every tensor: keys and values that layers share have the sum of all."""
+    _, torch = libraries
+    oracle = imported(name)
+    theirs = load(libraries, oracle.folder / "hf", attn_implementation="eager")
+    leaves = dict(theirs.named_parameters())
+    for path, leaf in theirs.named_buffers():
+        if path.endswith("layer_scalar"):
+            leaves[path] = leaf.requires_grad_()
+    tokens = torch.tensor(TOKENS)
+    theirs(tokens, labels=tokens).loss.backward()
+
+    def loss(params):
+        positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
+        logits = forward(oracle.config, params, jnp.asarray(TOKENS), positions)
+        log_likelihoods = jax.nn.log_softmax(logits[:, :-1])
+        return -jnp.take_along_axis(log_likelihoods, TOKENS[:, 1:, None], axis=-1).mean()
+
+    gradients = leaves_by_path(jax.grad(loss)(oracle.params))
+    ours = {}
+    for tensor in list_tensors(oracle.config, FAMILIES["gemma4_text"]):
+        gradient = np.asarray(gradients["/".join(tensor.path)])
+        if tensor.layer is not None:
+            gradient = gradient[tensor.layer]
+        ours[tensor.name] = dataclasses.replace(tensor, offset=0.0).read(gradient, np.float32)
+    assert all(np.isfinite(gradient).all() for gradient in ours.values())
+    expected = {path: leaf.grad.numpy() for path, leaf in leaves.items() if leaf.grad is not None}
+    scalars = [path for path in expected if path.endswith("layer_scalar")]
+    for gradients in (ours, expected):
+        # Together, for the final norm all but undoes that of the last layer.
+        gradients["layer_scalar"] = np.stack([gradients.pop(path) for path in scalars])
+    assert_trees_close(ours, expected, rtol=1e-4)
+
+
+def exported_as(name):
+    """The name of the class; the text part of Gemma4Unified computes what Gemma4's does."""
+    return ORACLES[name][0].removesuffix("Unified")
+
+
+@slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ORACLES)
+def test_import_then_export_is_the_same_file(libraries, imported, name, dtype):
+    """Tensors bit for bit, and the class; so the logits are the same there, too."""
+    oracle = imported(name, dtype)
+    again = oracle.folder / "again"
+    result = exporter.export(oracle.folder / "run", again, dtype=dtype)
+    assert result["class"] == f"{exported_as(name)}ForCausalLM"
+    ours, theirs = (stored(oracle.folder / place) for place in ("again", "hf"))
+    assert ours.keys() == theirs.keys()
+    for tensor in ours:
+        assert ours[tensor].dtype == theirs[tensor].dtype
+        assert ours[tensor].tobytes() == theirs[tensor].tobytes(), tensor
+    loaded = load(libraries, again, attn_implementation="eager")
+    np.testing.assert_array_equal(compute(libraries[1], loaded, TOKENS), oracle.logits)
+
+
+# A class with a rotation by kind of layer loads a run that has one kind alone, too.
+WINDOWS_ALONE = {"layer_types": ("sliding_attention",), "rope_scaling_type": "none"}
+
+
+@slow
+@pytest.mark.parametrize(
+    ("name", "changed"), [*((name, {}) for name in ORACLES), ("gemma3", WINDOWS_ALONE)]
+)
+def test_another_p_is_exported_to_the_same_class(libraries, imported, name, changed, tmp_path):
+    oracle = imported(name)
+    config = read_config(oracle.folder / "run")
+    config.model.update(changed)
+    p = config.model.rope_percentage
+    if isinstance(p, tuple):
+        set_layer_percentages(config, [share / 2 for share in p])
+    else:
+        config.model.rope_percentage = 0.5
+    save_run(tmp_path / "run", config, oracle.params)
+    result = exporter.export(tmp_path / "run", tmp_path / "hf")
+    assert result["class"] == f"{exported_as(name)}ForCausalLM"
+    theirs = load(libraries, tmp_path / "hf", attn_implementation="eager")
+    logits = compute(libraries[1], theirs, TOKENS)
+    assert distance(config.model, oracle.params, logits) < BOUND
+    assert np.abs(logits - oracle.logits).max() > 50 * BOUND
+
+
+TINY_IMAGES = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+}
+
+
+@slow
+def test_the_text_part_of_gemma_3s_models_of_images(libraries, tmp_path):
+    """Under the two prefixes that its files have."""
+    transformers, torch = libraries
+    config = transformers.Gemma3Config(
+        text_config=COMMON | ORACLES["gemma3"][1] | {"model_type": "gemma3_text"},
+        vision_config=TINY_IMAGES
+        | {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        image_token_index=262,
+    )
+    theirs = draw(torch, transformers.Gemma3ForConditionalGeneration(config).float().eval())
+    theirs.save_pretrained(tmp_path / "hf")
+    tensors = stored(tmp_path / "hf")
+    renamed = {
+        name.replace("language_model.model.", "model.language_model."): values
+        for name, values in tensors.items()
+    }
+    assert renamed.keys() != tensors.keys()
+    check_text_part(torch, theirs, tmp_path, (tensors, renamed))
+
+
+@slow
+def test_the_text_part_of_gemma_4s_models_of_images(libraries, tmp_path):
+    """With tensors of layers that share keys and values, which published files have."""
+    transformers, torch = libraries
+    tokens = ("image_token_id", "boi_token_id", "eoi_token_id", "video_token_id", "audio_token_id")
+    config = transformers.Gemma4Config(
+        text_config=COMMON | ORACLES["e4"][1] | {"model_type": "gemma4_text"},
+        vision_config=TINY_IMAGES
+        | {"model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 8},
+        **dict.fromkeys(tokens, 262),
+    )
+    theirs = draw(torch, transformers.Gemma4ForConditionalGeneration(config).float().eval())
+    theirs.save_pretrained(tmp_path / "hf")
+    tensors = stored(tmp_path / "hf")
+    unused = {
+        f"model.language_model.layers.{layer}.self_attn.{name}.weight": np.ones(8, np.float32)
+        for layer in (3, 4, 5)
+        for name in ("k_proj", "v_proj", "k_norm")
+    }
+    assert not unused.keys() & tensors.keys()
+    check_text_part(torch, theirs, tmp_path, (tensors, tensors | unused))
+
+
+def check_text_part(torch, theirs, folder, forms):
+    """The model of text computes what the whole does, for each form of its tensors."""
+    logits = compute(torch, theirs, TOKENS)
+    for number, tensors in enumerate(forms):
+        assert any("vision_tower" in name for name in tensors)
+        save(folder / "hf", tensors)
+        importer.import_run(folder / "hf", folder / f"run{number}")
+        run = open_run(folder / f"run{number}")
+        assert distance(run.config.model, run.params(), logits) < BOUND
+
+
+@slow
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_absent_fields_are_those_of_the_class(libraries, model_type):
+    transformers, _ = libraries
+    theirs = transformers.AutoConfig.for_model(model_type)
+    family = FAMILIES[model_type]
+    ours, _ = fill(family, {})
+    fields = vars(theirs)
+    by_layer = theirs.per_layer_config[-1] if model_type.startswith("gemma4") else theirs
+    assert fields.keys() >= {*SIZES, "rms_norm_eps", "tie_word_embeddings"} - {"head_dim"}
+    by_rule = {"layer_types", "no_rope_layers"}  # compared below
+    if fields.get("use_sliding_window") is False:
+        by_rule.add("sliding_window")  # their class makes it null
+    for name in (family.defaults.keys() & fields) - by_rule:
+        assert ours[name] == fields[name], name
+    heads = theirs.hidden_size // theirs.num_attention_heads
+    assert ours.get("global_head_dim", ours["head_dim"]) == getattr(by_layer, "head_dim", heads)
+    activation = getattr(theirs, family.activation_field)
+    assert ACTIVATIONS[read_switches(family, ours)["activation"]] == activation
+    layers = ours["num_hidden_layers"]
+    full = ["full_attention"] * layers
+    if model_type == "mistral":
+        full = ["sliding_attention"] * layers
+    assert read_kinds(family, ours) == (getattr(theirs, "layer_types", None) or full)
+    rotated = getattr(theirs, "no_rope_layers", [1] * layers)
+    assert rotated_layers(family, ours) == list(map(bool, rotated))
+    ropes = theirs.rope_parameters
+    if family.reads("rope_theta"):
+        assert ours["rope_theta"] == ropes.get("full_attention", ropes)["rope_theta"]
+    if family.reads("rope_local_base_freq"):
+        assert ours["rope_local_base_freq"] == ropes["sliding_attention"]["rope_theta"]
+
+
+# --- Single changes, each of which a port has made ----------------------------------------------
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+# Another value of a field, for each class in which it is not that.
+FIELDS = {
+    "norm_epsilon": 1e-2,
+    "scale_embedding": "other",
+    "activation": "other",
+    "attention_scale": None,
+    "attention_softcap": None,
+    "final_softcap": None,
+    "post_norms": False,
+    "use_qk_norm": False,
+    "use_value_norm": False,
+    "sliding_window": 6,
+    "layer_types": (),
+    "max_wavelength": 1e3,
+    "local_max_wavelength": 1e6,
+    "rope_scaling_type": "none",
+    "rope_type": "partial",
+    "rope_percentage": 1.0,
+    "local_rope_percentage": None,
+}
+OTHERS = {"gelu": "silu", "silu": "gelu", True: False, False: True}
+
+
+def change_fields(config):
+    """Yields (name, config.model with another value of one field)."""
+    for name, value in FIELDS.items():
+        value = OTHERS[config[name]] if value == "other" else value
+        changed = copy.deepcopy(config)
+        with changed.ignore_type():
+            changed[name] = value
+        if name == "layer_types":
+            if config.global_head_dim:
+                continue  # arrays differ with the kind
+            changed.sliding_window = None
+        is_used = config[name] not in (None, (), value)
+        if name == "rope_type":  # the same where every pair or none is rotated
+            is_used = config.rope_percentage == 0.25
+        if is_used:
+            yield name, changed
+
+
+def change_arrays(params):
+    """Yields (path, parameters with one matrix 0, or a norm's scale 1 larger or smaller).
+
+    Of all stacks of layers at once.
+    """
+    leaves = leaves_by_path(params)
+    for row in sorted(set(map(parameters.row_path, leaves))):
+        changes = [lambda leaf: 0 * leaf]
+        if row.endswith("scale"):
+            changes += [lambda leaf: leaf - 1, lambda leaf: leaf + 1]
+        if "kv_einsum" in row or "gating_einsum" in row:
+            changes = [lambda leaf: leaf.at[:, 0].set(0), lambda leaf: leaf.at[:, 1].set(0)]
+        for change in changes:
+            changed = {
+                path: change(leaf) if parameters.row_path(path) == row else leaf
+                for path, leaf in leaves.items()
+            }
+            yield row, parameters.nest(changed)
+
+
+@slow
+@pytest.mark.parametrize("name", ORACLES)
+def test_each_single_change_is_seen(imported, name):
+    oracle = imported(name)
+    changes = [(label, config, oracle.params) for label, config in change_fields(oracle.config)]
+    changes += [(path, oracle.config, params) for path, params in change_arrays(oracle.params)]
+    for label, config, params in changes:
+        assert reference_distance(config, params, oracle.logits) > 50 * BOUND, label
+
+
+def round_factor(config, params):
+    """sqrt(D) of the embedding in bfloat16, but not of the output matrix."""
+    config.tied = False
+    table = model.embedding(params)
+    factor = np.sqrt(config.embed_dim)
+    rounded = float(jnp.asarray(factor, jnp.bfloat16))
+    embedder = {"input_embedding": table * (rounded / factor)}
+    return params | {"embedder": embedder, "head": {"w": table}}
+
+
+def tie(config, params):
+    config.tied = True
+    return {name: leaves for name, leaves in params.items() if name != "head"}
+
+
+def shift_layers(config, params):
+    kinds = config.layer_types
+    config.layer_types = (*kinds[1:], kinds[0])
+    return params
+
+
+def exchange_norms(config, params):
+    layers = params["layers"]
+    first = layers["pre_attention_norm"]
+    second = layers["pre_ffw_norm"]
+    return params | {"layers": layers | {"pre_attention_norm": second, "pre_ffw_norm": first}}
+
+
+def keep_sum_of_layer_inputs(config, params):
+    """Layer inputs are the sum of both parts, not divided by sqrt(2)."""
+    embedder = params["embedder"]
+    norm = embedder["per_layer_projection_norm"]
+    scaled = {
+        "per_layer_embeddings": 2**0.5 * embedder["per_layer_embeddings"],
+        "per_layer_projection_norm": {"scale": 2**0.5 * (1 + norm["scale"]) - 1},
+    }
+    return params | {"embedder": embedder | scaled}
+
+
+@slow
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gemma", round_factor),
+        ("llama3", tie),
+        ("gemma2", shift_layers),
+        ("gemma3", shift_layers),
+        ("qwen2", shift_layers),
+        ("llama3", exchange_norms),
+        ("e4", keep_sum_of_layer_inputs),
+    ],
+)
+def test_a_change_of_two_parts_is_seen(imported, name, change):
+    oracle = imported(name)
+    config = copy.deepcopy(oracle.config)
+    params = change(config, oracle.params)
+    assert reference_distance(config, params, oracle.logits) > 50 * BOUND
+
+
+@slow
+def test_a_scaling_is_of_full_layers_alone(imported):
+    """Other ports scaled Gemma 3's sliding layers too."""
+    oracle = imported("gemma3")
+    config = oracle.config
+    freqs = np.stack(layer_frequencies(config))
+    windows = np.array([window is not None for window in layer_windows(config)])
+    scaled = np.where(windows[:, None], freqs / config.rope_scaling_factor, freqs)
+    assert reference_distance(config, oracle.params, oracle.logits, scaled) > 50 * BOUND
+
+
+def take_normed_keys(query, key, value, positions, freqs):
+    is_full = len(freqs) == 32
+    return rotate_qkv(query, key, key if is_full else value, positions, freqs)
+
+
+def take_rotated_keys(query, key, value, positions, freqs):
+    is_full = len(freqs) == 32
+    query, key, value = rotate_qkv(query, key, value, positions, freqs)
+    return query, key, key if is_full else value
+
+
+def rotate_prefix(query, key, value, positions, freqs):
+    """Pairs lanes within those that rotate, as partial rotary does."""
+    rotated = np.count_nonzero(freqs)
+
+    def rotate_first(x):
+        first, others = np.split(x, [2 * rotated], axis=-1)
+        return np.concatenate([rotate(first, positions, freqs[:rotated]), others], axis=-1)
+
+    return rotate_first(query), rotate_first(key), value
+
+
+@slow
+@pytest.mark.parametrize("change", [take_normed_keys, take_rotated_keys, rotate_prefix])
+def test_each_change_of_a_full_layer_is_seen(imported, change):
+    oracle = imported("dense4")
+    distance = reference_distance(oracle.config, oracle.params, oracle.logits, rotate_fn=change)
+    assert distance > 50 * BOUND
+
+
+@slow
+def test_layers_share_the_last_keys_and_values_of_their_kind(imported):
+    """Not the first, as a port did."""
+    oracle = imported("e4")
+    seen = []
+
+    def rotate_fn(query, key, value, positions, freqs):
+        seen.append((key, value))
+        if len(seen) in (4, 5):  # sliding, as the first
+            key, value = seen[0]
+        return rotate_qkv(query, key, value, positions, freqs)
+
+    distance = reference_distance(oracle.config, oracle.params, oracle.logits, rotate_fn=rotate_fn)
+    assert distance > 50 * BOUND
+
+
+# --- Training -----------------------------------------------------------------------------------
+
+OPTIMIZER = {
+    "learning_rate": 1e-3,
+    "final_learning_rate": 1e-4,
+    "warmup_steps": 3,
+    "weight_decay": 0.1,
+    "clip_norm": 0.5,
+    "b1": 0.9,
+    "b2": 0.95,
+    "eps": 1e-8,
+}
+NUM_STEPS = 8
+
+
+class TorchTrainer:
+    """Trains a model of transformers by the same rules, written with what torch has."""
+
+    def __init__(self, model):
+        import torch
+
+        self.torch = torch
+        self.model = model
+        # The names of norms end so; they do not decay. The head is the embedding.
+        norms = []
+        matrices = []
+        for name, weight in model.named_parameters():
+            group = norms if name.endswith("norm.weight") else matrices
+            group.append(weight)
+        groups = [
+            {"params": matrices, "weight_decay": OPTIMIZER["weight_decay"]},
+            {"params": norms, "weight_decay": 0.0},
+        ]
+        betas = (OPTIMIZER["b1"], OPTIMIZER["b2"])
+        self.adamw = torch.optim.AdamW(groups, betas=betas, eps=OPTIMIZER["eps"])
+
+    def step(self, inputs, targets, weights, rate):
+        """Updates by two microbatches; returns the loss and the gradient's norm."""
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+        self.adamw.zero_grad()
+        total = 0.0
+        for rows in np.split(np.arange(len(inputs)), 2):
+            logits = self.model(self.torch.tensor(inputs[rows])).logits
+            losses = self.torch.nn.functional.cross_entropy(
+                logits.transpose(1, 2), self.torch.tensor(targets[rows]), reduction="none"
+            )
+            weighted = losses * self.torch.tensor(weights[rows])
+            loss = weighted.sum() / float(weights.sum())
+            loss.backward()
+            total += loss.item()
+        clip_grad_norm = self.torch.nn.utils.clip_grad_norm_
+        norm = clip_grad_norm(self.model.parameters(), OPTIMIZER["clip_norm"])
+        self.adamw.step()
+        return total, norm.item()
+
+
+def draw_steps(B, T, vocab_size):
+    """Yields inputs, targets and weights [B, T] of every step, and its learning rate."""
+    rng = np.random.default_rng(2)
+    # Without id 0: torch leaves the padding's embedding out of the gradient.
+    tokens = rng.integers(1, vocab_size, (NUM_STEPS, B, T + 1))
+    weights = (rng.random((NUM_STEPS, B, T)) < 0.8).astype(np.float32)
+    for index in range(NUM_STEPS):
+        rate = oracles.learning_rate(
+            index + 1,
+            NUM_STEPS,
+            OPTIMIZER["warmup_steps"],
+            OPTIMIZER["learning_rate"],
+            OPTIMIZER["final_learning_rate"],
+        )
+        yield (tokens[index, :, :-1], tokens[index, :, 1:], weights[index]), rate
+
+
+def make_batch(inputs, targets, weights):
+    """A batch of prope's training step, of windows that are one document each."""
+    B, T = inputs.shape
+    return {
+        "tokens": jnp.asarray(inputs, jnp.int32),
+        "targets": jnp.asarray(targets, jnp.int32),
+        "positions": jnp.tile(jnp.arange(T), (B, 1)),
+        "segment_ids": jnp.ones((B, T), jnp.int32),
+        "weights": jnp.asarray(weights),
+    }
+
+
+@pytest.mark.parametrize("p", [0, 0.75])
+def test_eight_training_steps_equal_torch_s(libraries, tmp_path, p):
+    """AdamW, its decay mask, clipping, the schedule and two microbatches, from equal weights."""
+    B = 4
+    T = 32
+    config, params = make_run(tmp_path / "run", p)
+    exporter.export(tmp_path / "run", tmp_path / "hf")
+    theirs = load(libraries, tmp_path / "hf")
+    trainer = TorchTrainer(theirs)
+    config.update({"batch_size": B, "accumulation": 2, "num_steps": NUM_STEPS})
+    config.data.seq_len = T
+    config.optimizer.update(OPTIMIZER)
+    optimizer = make_optimizer(config)
+    step = jax.jit(make_train_step(config, optimizer))
+    state = optimizer.init(params)
+
+    for arrays, rate in draw_steps(B, T, config.model.vocab_size):
+        params, state, metrics = step(params, state, make_batch(*arrays))
+        loss, norm = trainer.step(*arrays, rate)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+        assert norm > OPTIMIZER["clip_norm"]
+
+    theirs.save_pretrained(tmp_path / "saved")
+    importer.import_run(tmp_path / "saved", tmp_path / "back")
+    expected = open_run(tmp_path / "back").params()
+    compare = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)
+    jax.tree.map(compare, params, expected)
