@@ -13,7 +13,7 @@ from prope.encodings import INTERVENTIONS
 from prope.html.drawing import Picture, arrange, label_cells, label_ticks, panels, show_image
 from prope.inference.statistics import Difference
 from prope.sweep.runs import Run, average, find_changed, groups
-from prope.workdir.records import SCHEDULE, UNCONVERTED
+from prope.workdir.records import UNCONVERTED
 
 _RESCALED = "rescaled"  # the kind of an encoding as a whole
 WORDS = {  # by kind: the title of its picture, and what is changed
@@ -38,8 +38,8 @@ class Change(NamedTuple):
 
 
 def kind_of(encoding: str | None) -> str | None:
-    """Names the kind of an evaluation's encoding; None for the run's own, and for training's."""
-    if encoding in (None, SCHEDULE, UNCONVERTED):
+    """Names the kind of an evaluation's encoding; None for the run's own and its source's."""
+    if encoding in (None, UNCONVERTED):
         return None
     kind, *bands = encoding.split(":")
     return kind if bands else _RESCALED

@@ -59,8 +59,6 @@ def loss_picture(run: Run) -> Picture | None:
     if not run.metrics:
         return None
     caption = "Validation is made during training, on the same windows at every step."
-    if config.convert.schedule_steps:
-        caption += " While pairs stop, it is with the encoding of that step."
     last = [run.metrics[-1], *evaluations[-1:]]
     ends = [f"{number(one['loss'])} at step {one['step']:,}" for one in last]
     alt = f"Last losses of training and validation: {', '.join(ends)}."

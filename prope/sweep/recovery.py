@@ -6,14 +6,12 @@ from prope.encodings import FIELDS
 from prope.sweep.runs import Run
 from prope.workdir.records import (
     SAME_WINDOWS,
-    SCHEDULE,
     UNCONVERTED,
     evaluations_of_training,
     find_evaluation,
 )
 
 WITHIN = 0.02  # nats per token
-_CONVERT = ("schedule_steps", "distill_weight")  # swept fields of config.convert
 
 
 class Recovery(NamedTuple):
@@ -29,29 +27,22 @@ class Recovery(NamedTuple):
 def recoveries(runs: list[Run], within: float = WITHIN) -> list[Recovery]:
     """Compares the runs of a sweep that were begun from another run with those left unconverted.
 
-    A control has the same seed, and the same values of all but the encoding and the conversion;
-    where there are several, the one whose conversion is most alike. Others are left out.
+    A control has the same seed, and the same values of all but the encoding. Runs without one are
+    left out.
     """
     controls = [run for run in runs if _is_control(run)]
     found = []
     for run in runs:
         alike = [control for control in controls if _values(control) == _values(run)]
-        if run in controls or not alike or _at_start(run) is None:
-            continue
-
-        def likeness(control: Run, run: Run = run) -> int:
-            return sum(control.values.get(name) == run.values.get(name) for name in _CONVERT)
-
-        control = max(alike, key=likeness)
-        found.append(compare(run, control, within))
+        if run not in controls and alike and _evaluation(run, 0) is not None:
+            found.append(compare(run, alike[0], within))
     return found
 
 
 def compare(run: Run, control: Run, within: float = WITHIN) -> Recovery:
     """Finds the first evaluation from which on a run's loss is at most `within` above another's.
 
-    Steps count that both have evaluated in training on the same windows. While pairs stop by a
-    schedule, the run has the encoding of that step, and is not back yet.
+    Steps count that both have evaluated in training on the same windows.
     """
     ours = _losses(run)
     theirs = _losses(control)
@@ -61,7 +52,7 @@ def compare(run: Run, control: Run, within: float = WITHIN) -> Recovery:
     for step, windows in sorted(ours.keys() & theirs.keys()):
         gap = ours[step, windows] - theirs[step, windows]
         gaps.append((step * tokens_per_step, gap))
-        if gap > within or step < run.config.convert.schedule_steps:
+        if gap > within:
             tokens = None
         elif tokens is None:
             tokens = step * tokens_per_step
@@ -78,14 +69,10 @@ def _losses(run: Run) -> dict[tuple, float]:
 
 
 def list_evaluations(run: Run) -> list[dict]:
-    """Lists training's evaluations with a loss by step, with the encoding that the step had."""
+    """Lists training's evaluations with a loss, by step."""
     steps = sorted({record["step"] for record in run.evaluations})
-    records = []
-    for step in steps:
-        record = _evaluation(run, step, SCHEDULE) or _evaluation(run, step)
-        if record and record["loss"] is not None:
-            records.append(record)
-    return records
+    records = [_evaluation(run, step) for step in steps]
+    return [record for record in records if record and record["loss"] is not None]
 
 
 def _evaluation(run: Run, step: int, encoding: str | None = None) -> dict | None:
@@ -94,22 +81,13 @@ def _evaluation(run: Run, step: int, encoding: str | None = None) -> dict | None
     return find_evaluation(records, max_windows=max_windows, encoding=encoding)
 
 
-def _at_start(run: Run) -> dict | None:
-    """Returns the evaluation before the first step, with the run's encoding, of one begun so."""
-    return _evaluation(run, 0)
-
-
 def _is_control(run: Run) -> bool:
-    """Tells whether a run that was begun from another keeps its encoding."""
-    start = _at_start(run)
-    before = _evaluation(run, 0, UNCONVERTED) or _evaluation(run, 0, SCHEDULE)
+    """Returns whether a run that was begun from another keeps its encoding."""
+    start = _evaluation(run, 0)
+    before = _evaluation(run, 0, UNCONVERTED)
     return start is not None and (before is None or before["loss"] == start["loss"])
 
 
 def _values(run: Run) -> dict:
     """Returns the swept values that a run and its control share."""
-    return {
-        name: value
-        for name, value in run.values.items()
-        if name not in FIELDS and name not in _CONVERT
-    }
+    return {name: value for name, value in run.values.items() if name not in FIELDS}
