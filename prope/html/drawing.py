@@ -61,12 +61,12 @@ class Picture:
             figure = matplotlib.figure.Figure(figsize=self.size, layout="constrained")
             self.draw(figure)
             for text in figure.findobj(Text):
-                text.set_text(visible(text.get_text()))
+                text.set_text(escape_invisible(text.get_text()))
             figure.savefig(png, format="png", metadata={"Software": None})
         return png.getvalue()
 
 
-def visible(text: str) -> str:
+def escape_invisible(text: str) -> str:
     """Escapes characters that are not seen or that move others, as in Python: "\\x00".
 
     They are control characters, bidirectional marks and lone surrogates; line breaks stay.
@@ -130,7 +130,7 @@ def line(axes, points: dict, style: dict, label: str | None = None) -> None:
         axes.fill_between(x, low, high, color=style["color"], alpha=0.18, lw=0)
 
 
-def close_up(points: list[tuple[float, float | None]]) -> tuple[float, float] | None:
+def zoom_limits(points: list[tuple[float, float | None]]) -> tuple[float, float] | None:
     """Returns limits of an axis that show most points well where a few would flatten them.
 
     Args:
@@ -193,11 +193,15 @@ def label_ticks(axis, labels: list, **options) -> None:
     inches_of_label = 1.15 * axis.label.get_size() / 72
     room = max(inches - _MARGIN, 1) / inches_of_label
     step = math.ceil(len(labels) / room)
-    axis.set_ticks(range(0, len(labels), step), [visible(str(label)) for label in labels[::step]])
+    axis.set_ticks(
+        range(0, len(labels), step), [escape_invisible(str(label)) for label in labels[::step]]
+    )
     axis.set_tick_params(**options)
 
 
-def heat(axes, values, title: str, rows: str, labels: list, rotated: np.ndarray | None) -> None:
+def draw_heatmap(
+    axes, values, title: str, rows: str, labels: list, rotated: np.ndarray | None
+) -> None:
     """Draws a map of [rows, P] with its scale, and borders of the pairs that are not `rotated`."""
     image = show_image(axes, values, aspect="auto")
     axes.figure.colorbar(image, ax=axes, pad=0.02, fraction=0.06, label="2-norm")

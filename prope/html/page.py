@@ -9,7 +9,7 @@ import jinja2
 from etils import epath
 from markupsafe import Markup
 
-from prope.html.drawing import Picture, visible
+from prope.html.drawing import Picture, escape_invisible
 
 _FOLDER = pathlib.Path(__file__).parent
 
@@ -55,7 +55,7 @@ def _with_contents(html: str) -> str:
 def _finalize(value):
     """Makes text visible that is not from a template; it is escaped for HTML after that."""
     if isinstance(value, str) and not isinstance(value, Markup):
-        return visible(value)
+        return escape_invisible(value)
     return value
 
 

@@ -1,4 +1,4 @@
-"""Tells when converted models are back: within 0.02 nats of one that was trained on unconverted."""
+"""Finds when converted models are back: within 0.02 nats of one that was trained on unconverted."""
 
 from typing import NamedTuple
 

@@ -1093,14 +1093,14 @@ def test_a_few_points_that_flatten_the_others_have_a_panel_without_them():
     far = [(0.86, 0.01), (-0.0002, 0.002), (-0.0062, None), (-0.0064, 0.001)]
     margin = 0.08 * (0.0018 + 0.0074)  # of the others with their errors
     limits = pytest.approx((-0.0074 - margin, 0.0018 + margin))
-    assert drawing.close_up(far) == limits
-    assert drawing.close_up([(1.0, None), (2.0, None), (4.0, None)]) is None
-    assert drawing.close_up([(1.0, None), (2.0, None)]) is None, "of two, neither is far"
+    assert drawing.zoom_limits(far) == limits
+    assert drawing.zoom_limits([(1.0, None), (2.0, None), (4.0, None)]) is None
+    assert drawing.zoom_limits([(1.0, None), (2.0, None)]) is None, "of two, neither is far"
     three = [(1.0, None), (1.1, None), (9.0, None)]
-    assert drawing.close_up(three) is None, "two are no panel"
+    assert drawing.zoom_limits(three) is None, "two are no panel"
     rows = {count: drawing.arrange(count) for count in (1, 5, 6, 7, 11)}
     assert rows == {1: (1, 1), 5: (5, 1), 6: (3, 2), 7: (4, 2), 11: (4, 3)}
-    assert drawing.close_up([(1.0, None)] * 3 + [(0.2, None)]) is None, "an axis has a length"
+    assert drawing.zoom_limits([(1.0, None)] * 3 + [(0.2, None)]) is None, "an axis has a length"
     shown = {"a": {0: {1: 9.0, 2: 1.0, 3: 1.01, 4: 1.02}}}
     plot = pictures.Plot("loss", "Loss", "step", "nats", None)
     picture = pictures.curves_picture(plot, shown, {"a": None})
