@@ -2,17 +2,15 @@
 
     python -m prope.analyze --workdir=runs/quickstart
     python -m prope.analyze --workdir=runs/sweep --text=FILE --seq_len=512 --layers=0,3
-    python -m prope.analyze --theory
 
-Writes W/analysis/: index.html, which needs no network, its pictures as PNG, and analysis.json with
-every number. A directory of runs also gets a page that compares them. The model runs one layer at a
-time, in float32, over the beginnings of documents; a layer is measured with its own window, cap and
-frequencies. The page begins with what is strong. A head's kind is the place that gets over half of
-its weight (itself, the token before, the first), or semantic: sharp, for what tokens are.
-Heads of no kind are listed, and drawn only with --all_heads, --paper, --heads or --head_of.
-Started on every host of a pod as training is, it uses all their devices; process 0 writes
-and prints. --paper makes every figure and table of the paper for a checkpoint, in one run. --theory
-makes a page of the paper's statements and of its Figures 2 and 8 instead.
+Writes W/analysis/ of every run: index.html, which needs no network, its pictures as PNG, and
+analysis.json with every number. The model runs one layer at a time, in float32, over the beginnings
+of documents; a layer is measured with its own window, cap and frequencies. The page begins with
+what is strong. A head's kind is the place that gets over half of its weight (itself, the token
+before, the first), or semantic: sharp, for what tokens are. Heads of no kind are listed, and drawn
+only with --all_heads, --paper, --heads or --head_of. Started on every host of a pod as training is,
+it uses all their devices; process 0 writes and prints. --paper makes every figure and table that
+the paper has of a checkpoint, in one run.
 """
 
 from absl import flags
@@ -20,7 +18,7 @@ from absl.flags import FLAGS
 from etils import epath
 
 from prope import command
-from prope.errors import UsageError, log, usage_error
+from prope.errors import UsageError, usage_error
 
 
 def define_flags() -> None:
@@ -52,59 +50,36 @@ def define_flags() -> None:
     flags.DEFINE_integer("channels", 4, channels, lower_bound=0)
     every = "also draw all heads of no kind, which are only listed without it"
     flags.DEFINE_boolean("all_heads", False, every)
-    paper = "make all figures and tables of the paper, of the heads that fit them best"
+    paper = "make the paper's figures and tables of a checkpoint, of the heads that fit them best"
     flags.DEFINE_boolean("paper", False, paper)
     output = "folder for the results instead of --workdir, such as that of another user"
     command.define_place("output", None, output)
-    theory = "list the paper's statements and draw Figures 2 and 8, into --output or --workdir"
-    flags.DEFINE_boolean("theory", False, theory)
 
 
 def main() -> dict:
     """Analyses; returns the output page and a summary."""
-    if FLAGS.paper:
-        _check_paper()
-    if FLAGS.text is not None:
-        _check_text()
-    if FLAGS.theory:
-        return _write_theory()
+    _check_conflicts()
     if FLAGS.workdir is None:
-        needed = "the directory of a run, or one with runs below it; or --theory"
+        needed = "the directory of a run, or one with runs below it"
         raise UsageError(f"--workdir: must be given: {needed}")
     from prope.analysis.analysis import analyse_all
 
     return analyse_all(epath.Path(FLAGS.workdir), FLAGS)
 
 
-def _check_paper() -> None:
-    """Raises UsageError where another flag chooses what --paper chooses."""
-    conflicts = [name for name in ("heads", "head_of", "channel", "theory") if FLAGS[name].value]
-    if FLAGS.channels == 0:
-        conflicts.append("channels")
-    _refuse(conflicts, "--paper chooses that itself")
-
-
-def _check_text() -> None:
-    """Raises UsageError where another flag names the text as well."""
-    given = [name for name in ("dataset", "data_dir") if FLAGS[name].value is not None]
-    _refuse(given, "--text is read instead")
-
-
-def _refuse(names: list[str], problem: str) -> None:
-    """Raises UsageError for the first of these flags."""
-    for name in names:
-        raise usage_error(f"--{name}", FLAGS[name].value, problem, "leave out one of the two")
-
-
-def _write_theory() -> dict:
-    """Writes the page of the paper's statements."""
-    from prope.analysis import theory_page
-    from prope.runtime.processes import call_on_first
-
-    folder = FLAGS.output or FLAGS.workdir or "runs/theory"
-    result = call_on_first(lambda: theory_page.write(folder))
-    log.info("%d statements, Figures 2 and 8: %s", len(result["statements"]), result["output"])
-    return result
+def _check_conflicts() -> None:
+    """Raises UsageError where two flags choose the same."""
+    conflicts = {}
+    if FLAGS.paper:
+        names = ("heads", "head_of", "channel", "channels")
+        conflicts |= dict.fromkeys(names, "--paper chooses that itself")
+    if FLAGS.text is not None:
+        conflicts |= dict.fromkeys(("dataset", "data_dir"), "--text is read instead")
+    for name, problem in conflicts.items():
+        value = FLAGS[name].value
+        is_given = value == 0 if name == "channels" else value
+        if is_given:
+            raise usage_error(f"--{name}", value, problem, "leave out one of the two")
 
 
 if __name__ == "__main__":

@@ -8,18 +8,11 @@ import jax
 import numpy as np
 from etils import epath
 
-from prope.analysis import census, channels, compare, measures, page, theory_page
+from prope.analysis import census, channels, measures, page
 from prope.analysis.choices import Tokens, choose_tokens, parse_layers, parse_places
 from prope.analysis.sequences import read_sequences
 from prope.analysis.walk import Walk
-from prope.config import SWITCHES, default_config
-from prope.encodings import (
-    FIELDS,
-    layer_frequencies,
-    layer_percentages,
-    layer_wavelengths,
-    rotated_pairs,
-)
+from prope.encodings import layer_frequencies, layer_percentages, layer_wavelengths, rotated_pairs
 from prope.errors import log, usage_error
 from prope.inference.opening import check_folder, results_folder
 from prope.inference.statistics import average_seeds
@@ -59,15 +52,18 @@ def analyse_all(workdir: epath.Path, options) -> dict:
         analysis = analyse(run, options, folder)
         analyses.append(analysis)
         if processes.is_first():
-            if options.paper:
-                theory_page.write(folder / "theory")
             page.write(folder, analysis)
+    pages = [str(folder / "index.html") for folder in folders]
     if is_single:
-        output = {"output": str(folder / "index.html")}
-        return output | {name: analysis[name] for name in _PRINTED}
-    folder = results_folder(workdir, workdir, options.output) / "analysis"
-    pages = [folder / "index.html" for folder in folders]
-    return processes.call_on_first(lambda: compare.write(folder, analyses, pages))
+        return {"output": pages[0]} | {name: analysis[name] for name in _PRINTED}
+    return {
+        "output": str(results_folder(workdir, workdir, options.output)),
+        "pages": pages,
+        "sequences": analyses[0]["sequences"],
+        "seq_len": analyses[0]["seq_len"],
+        "runs": [analysis["workdir"] for analysis in analyses],
+        "heads": [{"run": one["workdir"]} | head for one in analyses for head in one["heads"]],
+    }
 
 
 def analyse(workdir: epath.Path, options, folder: epath.Path | None = None) -> dict:
@@ -102,7 +98,7 @@ def analyse(workdir: epath.Path, options, folder: epath.Path | None = None) -> d
         **text,
         "sequences": B,
         "seq_len": T,
-        "rank_correlation": census.rank_correlation([measured]),
+        "rank_correlation": census.rank_correlation(measured),
         "window": {
             "positions": tokens.window,
             "tokens": [tokens.names[position] for position in tokens.window],
@@ -131,8 +127,6 @@ def _describe_run(run: Run, T: int) -> dict:
     that have the same ones and the same window, in the order of their first layers.
     """
     config = run.config.model
-    defaults = default_config().model
-    fields = sorted({*FIELDS, *SWITCHES} - {"rope_percentage"})
     frequencies = [freqs.tolist() for freqs in layer_frequencies(config, T)]
     windows = layer_windows(config)
     wavelengths = layer_wavelengths(config)
@@ -151,7 +145,6 @@ def _describe_run(run: Run, T: int) -> dict:
     return {
         "step": run.step,
         "rope_percentage": config.rope_percentage,
-        "encoding": {name: config[name] for name in fields if config[name] != defaults[name]},
         "rotated_pairs": rotated_pairs(config),
         "head_dim": config.head_dim,
         "max_wavelength": config.max_wavelength,

@@ -74,47 +74,39 @@ def _name_kind(scores: dict) -> str:
     return "semantic" if is_semantic else ""
 
 
-def rank_correlation(runs: list[dict], draws: int = 9999) -> dict | None:
+def rank_correlation(run: dict, draws: int = 9999) -> dict | None:
     """Computes Spearman's correlation of high_frequency_share and positional.
 
     It is None where it is undefined. The paper says that positional heads are those that use the
-    highest frequencies: then it is near 1. The heads of a run, and heads that share keys, are not
-    independent, so the p-value is that of a permutation test that moves the heads of a key together
-    and within their run only; with its `draws` it is at least 1 / (draws + 1).
+    highest frequencies: then it is near 1. Heads that share keys are not independent, so the
+    p-value is that of a permutation test that moves the heads of a key together; with its `draws`
+    it is at least 1 / (draws + 1).
 
-    `runs` are analyses, of which the heads, in the order of their layers, and the layers' norms are
-    read.
+    `run` is an analysis, of which the heads, in the order of their layers, and the layers' norms
+    are read.
     """
     from scipy import stats
 
-    heads = [head for run in runs for head in run["heads"]]
     names = ("high_frequency_share", "positional")
-    values = [[head[name] for head in heads] for name in names]
+    values = [[head[name] for head in run["heads"]] for name in names]
     ranks = stats.rankdata(values, axis=1)
+    count = len(run["heads"])
     is_constant = ranks.std(axis=1) == 0
-    if len(heads) < 3 or is_constant.any():
+    if count < 3 or is_constant.any():
         return None
     shares, scores = stats.zscore(ranks, axis=1)
-    rng = np.random.default_rng(0)
-    ends = np.cumsum([len(run["heads"]) for run in runs])
-    by_run = np.split(shares, ends[:-1])
-    permuted = []
-    for run, run_shares in zip(runs, by_run, strict=True):
-        permuted.append(_permute_by_key(run["layers"], run_shares, rng, draws))
-    rho = float(shares @ scores / len(heads))
-    permuted_shares = np.concatenate(permuted, axis=1)
-    by_chance = permuted_shares @ scores / len(heads)
+    rho = float(shares @ scores / count)
+    by_chance = permute_by_key(run["layers"], shares, draws) @ scores / count
     extreme = (np.abs(by_chance) >= abs(rho) - 1e-9).sum()
-    return {"rho": rho, "p_value": float((1 + extreme) / (1 + draws)), "heads": len(heads)}
+    return {"rho": rho, "p_value": float((1 + extreme) / (1 + draws)), "heads": count}
 
 
-def _permute_by_key(
-    layers: list[dict], values: np.ndarray, rng: np.random.Generator, draws: int
-) -> np.ndarray:
+def permute_by_key(layers: list[dict], values: np.ndarray, draws: int) -> np.ndarray:
     """Permutes values of a run's heads, those of one key together: [draws, heads].
 
     The heads of a key are a block, exchanged with blocks of its size, also of other layers.
     """
+    rng = np.random.default_rng(0)
     heads_per_key = []
     for layer in layers:
         N = len(layer["query_norms"])

@@ -72,23 +72,16 @@ def parse_places(
     """
     places = []
     for entry in [] if text is None else text.split(","):
-        numbers = entry.strip().split(".")
-        place = tuple(int(number) if number.isdecimal() else -1 for number in numbers)
-        layer, *indices = place
-        is_measured = layer in layers
-        sizes = [count[layer] if is_measured else max(count) for count in counts.values()]
-        axes = [range(size) for size in sizes]
-        is_known = [index in axis for index, axis in zip(indices, axes, strict=False)]
-        if not is_measured or len(indices) != len(axes) or not all(is_known):
+        numbers = [int(n) if n.isdecimal() else -1 for n in entry.strip().split(".")]
+        layer, *indices = numbers
+        is_known = layer in layers and len(indices) == len(counts)
+        sizes = [count[layer] if is_known else max(count) for count in counts.values()]
+        if not is_known or not all(0 <= i < n for i, n in zip(indices, sizes, strict=True)):
             form = ".".join(["LAYER", *counts])
-            ends = [
-                f"{name.lower()}s are 0 to {size - 1}"
-                for name, size in zip(counts, sizes, strict=True)
-            ]
-            allowed = f"{form} of this model, whose {' and '.join(ends)}"
-            measured = f"and of which these layers are measured: {', '.join(map(str, layers))}"
-            raise usage_error(f"--{flag}", text, f"{entry!r} is not {allowed} {measured}")
-        places.append(place)
+            ends = [f"{name} 0 to {n - 1}" for name, n in zip(counts, sizes, strict=True)]
+            allowed = f"with LAYER one of {', '.join(map(str, layers))}, {', '.join(ends)}"
+            raise usage_error(f"--{flag}", text, f"{entry!r} is not {form}", allowed)
+        places.append(tuple(numbers))
     return list(dict.fromkeys(places))
 
 

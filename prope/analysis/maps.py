@@ -10,7 +10,7 @@ from prope.html.drawing import (
     TEXT,
     Picture,
     arrange,
-    heat,
+    draw_heatmap,
     height,
     label_ticks,
     panels,
@@ -146,7 +146,7 @@ def _norms_picture(analysis: dict, head: dict, labels: list[str]) -> Picture:
         rotated = np.tile(freqs > 0, (len(labels), 1))
         row = panels(figure, 2, sharey=True)[0]
         for axes, kind in zip(row, norms, strict=True):
-            heat(axes, norms[kind], f"norms of the {kind}", "token", labels, rotated)
+            draw_heatmap(axes, norms[kind], f"norms of the {kind}", "token", labels, rotated)
 
     caption = "The 2-norm of every pair of lanes, by token; red lines border what does not rotate."
     name = f"norms_{head['layer']}_{head['head']}"

@@ -8,7 +8,16 @@ from etils import epath
 
 from prope.analysis.maps import FAST_SHARE, SCORES, channel, heads, longest, maps, name_of
 from prope.html import page
-from prope.html.drawing import TEXT, Picture, heat, label_ticks, legend, panels, show_image, styles
+from prope.html.drawing import (
+    TEXT,
+    Picture,
+    draw_heatmap,
+    label_ticks,
+    legend,
+    panels,
+    show_image,
+    styles,
+)
 
 KINDS = {kind: f"mostly on {words}" for kind, words in SCORES.items()}
 KINDS |= {"semantic": "semantic", "": "none"}
@@ -86,7 +95,7 @@ def stack_rows(rows: list, mode: str = "constant", **options) -> np.ndarray:
 
 
 def rotated_by_layer(analysis: dict) -> np.ndarray:
-    """Tells which pairs of the measured layers rotate, [L, P].
+    """Returns which pairs of the measured layers rotate, [L, P].
 
     A layer with fewer pairs than others has no border where they end.
     """
@@ -109,7 +118,7 @@ def usage(analysis: dict) -> Picture:
         row = panels(figure, 3, sharey=True)[0]
         for axes, (kind, values) in zip(row, norms.items(), strict=True):
             ends = None if "values" in kind else rotated
-            heat(axes, values, kind, "layer", layers, ends)
+            draw_heatmap(axes, values, kind, "layer", layers, ends)
             axes.label_outer()
 
     caption = "Mean 2-norm of every pair of lanes, over tokens, sequences and heads "
@@ -136,7 +145,7 @@ def usage_by_head(analysis: dict, drawn: set[tuple[int, int]]) -> Picture:
                     ends.append(rotated)
             values = stack_rows(rows, constant_values=np.nan)
             borders = None if "values" in kind else np.array(ends)
-            heat(axes, values, kind, "layer.head", labels, borders)
+            draw_heatmap(axes, values, kind, "layer.head", labels, borders)
 
     caption = "The same for each head"
     if len(drawn) < len(analysis["heads"]):

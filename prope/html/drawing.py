@@ -54,19 +54,19 @@ class Picture:
         """The name of its file: that of the picture, without characters such as /."""
         return re.sub(r"[^\w.=-]", "_", self.name) + ".png"
 
-    def render(self) -> tuple[bytes, list[dict]]:
-        """Returns the picture as a PNG file, and its `cells`."""
+    def render(self) -> bytes:
+        """Returns the picture as a PNG file."""
         png = io.BytesIO()
         with matplotlib.rc_context(STYLE):
             figure = matplotlib.figure.Figure(figsize=self.size, layout="constrained")
             self.draw(figure)
             for text in figure.findobj(Text):
-                text.set_text(visible(text.get_text()))
+                text.set_text(escape_invisible(text.get_text()))
             figure.savefig(png, format="png", metadata={"Software": None})
-        return png.getvalue(), cells(figure)
+        return png.getvalue()
 
 
-def visible(text: str) -> str:
+def escape_invisible(text: str) -> str:
     """Escapes characters that are not seen or that move others, as in Python: "\\x00".
 
     They are control characters, bidirectional marks and lone surrogates; line breaks stay.
@@ -130,7 +130,7 @@ def line(axes, points: dict, style: dict, label: str | None = None) -> None:
         axes.fill_between(x, low, high, color=style["color"], alpha=0.18, lw=0)
 
 
-def close_up(points: list[tuple[float, float | None]]) -> tuple[float, float] | None:
+def zoom_limits(points: list[tuple[float, float | None]]) -> tuple[float, float] | None:
     """Returns limits of an axis that show most points well where a few would flatten them.
 
     Args:
@@ -162,12 +162,7 @@ def show_image(axes, values, power: float = 1, vmin=0, vmax=None, cmap="viridis"
     """Shows values [rows, columns] as colours by their power; returns the image."""
     axes.grid(False)
     return axes.imshow(
-        values,
-        norm=PowerNorm(power, vmin, vmax),
-        cmap=cmap,
-        interpolation="none",
-        gid="cells",
-        **options,
+        values, norm=PowerNorm(power, vmin, vmax), cmap=cmap, interpolation="none", **options
     )
 
 
@@ -180,40 +175,6 @@ def label_cells(
         if np.isfinite(value):
             colour = "black" if is_bright(value) else "white"
             axes.text(column, row, form(value), ha="center", va="center", color=colour)
-
-
-def cells(figure) -> list[dict]:
-    """Lists the maps of a figure for `cells.js`, which reads out a cell; values in three digits."""
-    maps = []
-    row_name = ""
-    for axes in figure.axes:
-        row_name = axes.get_ylabel() or row_name  # panels beside the first leave it out
-        for image in axes.images:
-            if image.get_gid() == "cells":
-                values = image.get_array().astype(float)
-                maps.append(_map_cells(axes, values.filled(math.nan), row_name))
-    return maps
-
-
-def _map_cells(axes, values: np.ndarray, row_name: str) -> dict:
-    rows, columns = values.shape
-    return {
-        "title": axes.get_title("left"),
-        "names": (row_name, axes.get_xlabel().split(",")[0]),
-        "labels": [_tick_texts(axes.yaxis, rows), _tick_texts(axes.xaxis, columns)],
-        "values": [_join_numbers(row) for row in values],
-        # left, bottom, width and height as shares of the picture's width and height
-        "box": axes.get_position().bounds,
-    }
-
-
-def _tick_texts(axis, count: int) -> list[str]:
-    return axis.get_major_formatter().format_ticks(range(count))
-
-
-def _join_numbers(row: np.ndarray) -> str:
-    texts = ["" if math.isnan(value) else f"{value:.3g}" for value in row]
-    return " ".join(texts).rstrip()
 
 
 def height(rows: int) -> float:
@@ -232,14 +193,15 @@ def label_ticks(axis, labels: list, **options) -> None:
     inches_of_label = 1.15 * axis.label.get_size() / 72
     room = max(inches - _MARGIN, 1) / inches_of_label
     step = math.ceil(len(labels) / room)
-    axis.set_ticks(range(0, len(labels), step))
-    # `cells` asks this formatter for all labels.
-    texts = [visible(str(label)) for label in labels]
-    axis.set_major_formatter(lambda place, _: texts[round(place)])
+    axis.set_ticks(
+        range(0, len(labels), step), [escape_invisible(str(label)) for label in labels[::step]]
+    )
     axis.set_tick_params(**options)
 
 
-def heat(axes, values, title: str, rows: str, labels: list, rotated: np.ndarray | None) -> None:
+def draw_heatmap(
+    axes, values, title: str, rows: str, labels: list, rotated: np.ndarray | None
+) -> None:
     """Draws a map of [rows, P] with its scale, and borders of the pairs that are not `rotated`."""
     image = show_image(axes, values, aspect="auto")
     axes.figure.colorbar(image, ax=axes, pad=0.02, fraction=0.06, label="2-norm")

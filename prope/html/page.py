@@ -1,7 +1,6 @@
 """Writes HTML pages that hold all they show: readable without a network, in print and aloud."""
 
 import base64
-import hashlib
 import math
 import pathlib
 import re
@@ -10,7 +9,7 @@ import jinja2
 from etils import epath
 from markupsafe import Markup
 
-from prope.html.drawing import Picture, visible
+from prope.html.drawing import Picture, escape_invisible
 
 _FOLDER = pathlib.Path(__file__).parent
 
@@ -23,9 +22,9 @@ def write(folder: epath.Path, template: str, pictures: list[Picture], **data) ->
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {}
     for picture in pictures:
-        png, maps = picture.render()
+        png = picture.render()
         (folder / picture.file_name).write_bytes(png)
-        drawn[picture.name] = vars(picture) | {"png": _base64(png), "maps": maps}
+        drawn[picture.name] = vars(picture) | {"png": Markup(base64.b64encode(png).decode())}
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
         autoescape=True,
@@ -33,10 +32,6 @@ def write(folder: epath.Path, template: str, pictures: list[Picture], **data) ->
         finalize=_finalize,
     )
     environment.filters["number"] = number
-    if any(picture["maps"] for picture in drawn.values()):
-        script = (_FOLDER / "cells.js").read_text()
-        digest = hashlib.sha256(script.encode()).digest()
-        environment.globals.update(script=Markup(script), digest=_base64(digest))
     html = environment.get_template(f"{template}.html.j2").render(pictures=drawn, **data)
     output = folder / "index.html"
     output.write_text(_with_contents(html), encoding="utf-8")
@@ -60,12 +55,8 @@ def _with_contents(html: str) -> str:
 def _finalize(value):
     """Makes text visible that is not from a template; it is escaped for HTML after that."""
     if isinstance(value, str) and not isinstance(value, Markup):
-        return visible(value)
+        return escape_invisible(value)
     return value
-
-
-def _base64(content: bytes) -> Markup:
-    return Markup(base64.b64encode(content).decode())
 
 
 def number(value: float | None, form: str = ".4f", error: float | None = None) -> str | Markup:

@@ -37,13 +37,13 @@ def answers_by_task(run: Run) -> dict[str, dict[int, dict]]:
     return tasks
 
 
-def best_guess(record: dict) -> float:
+def no_retrieval_baseline(record: dict) -> float:
     """Returns the share that is right without retrieval; of an older record, `chance`."""
     return record.get("guess", record["chance"])
 
 
 def retrieves(record: dict) -> bool:
-    """Tells whether 85 % are right, and their 95 % interval is above the best guess.
+    """Returns whether 85 % are right, and their 95 % interval is above the best guess.
 
     Of an older record, which lacks that guess, it is not known to be.
     """
@@ -116,7 +116,7 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
     for runs in by_group.values():
         for run in runs:
             records = list(answers_by_task(run)[task].values())
-            guess = max(guess, *map(best_guess, records))
+            guess = max(guess, *map(no_retrieval_baseline, records))
             counts += [round(prompts) for _, prompts in _count_by_octave(records).values()]
     warning = "\ncannot show retrieval" if guess == 1 else ""
     lengths = "; ".join(f"{group}: {effective[group][task]}" for group in by_group)

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from prope.config import flat
 from prope.encodings import rotated_share
-from prope.errors import RunFailed, log
+from prope.errors import RunFailed
 from prope.html import page
 from prope.html.drawing import Picture
 from prope.html.page import number
@@ -21,7 +21,6 @@ from prope.stack import parameters
 from prope.sweep import context, interventions
 from prope.sweep.comparisons import Comparison, compare_declared, compare_with_rope, declare
 from prope.sweep.maps import effective_lengths
-from prope.sweep.omitted import omissions
 from prope.sweep.pictures import pictures
 from prope.sweep.recovery import recoveries
 from prope.sweep.runs import P, Run, check_equal, groups, read_entries, read_sweep, reference, table
@@ -145,9 +144,6 @@ def write(
     # A run may lack the fields of another grid.
     swept = dict.fromkeys(name for run in runs for name in run.values)
     differing = differing_fields(runs)
-    omitted = omissions(runs)
-    for texts in omitted:
-        log.info("%s", " ".join(texts).strip())
     return page.write(
         (folder or directory) / "report",
         "sweep",
@@ -161,7 +157,7 @@ def write(
         swept=list(swept),
         windows=sorted({run.evaluation.get("windows") or 0 for run in finished}),
         effective_lengths=effective_lengths(runs),
-        omitted=omitted,
+        left_out=sum(len(run.dropped) for run in runs),
         planned=len(read_entries(directory)),
         equality=equality(runs),
         runs=[_row_of(run, (folder or directory) / "report") for run in runs],

@@ -14,7 +14,16 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from prope.html.drawing import TEXT, Picture, close_up, legend, line, panels, styles, visible
+from prope.html.drawing import (
+    TEXT,
+    Picture,
+    escape_invisible,
+    legend,
+    line,
+    panels,
+    styles,
+    zoom_limits,
+)
 from prope.html.page import number
 from prope.inference.statistics import average_seeds
 from prope.sweep.maps import maps
@@ -93,10 +102,10 @@ def by_step(run: Run) -> Curve:
 def by_position(run: Run) -> Curve:
     """Reads the last step's loss by position in the window."""
     evaluation = run.evaluation or {}
-    return by_middle(evaluation.get("by_position", []), "loss")
+    return curve_by_bucket_centre(evaluation.get("by_position", []), "loss")
 
 
-def by_middle(buckets: list[dict], name: str) -> Curve:
+def curve_by_bucket_centre(buckets: list[dict], name: str) -> Curve:
     """Reads a measure by the middle of each bucket of positions or distances."""
     return {(bucket["from"] + bucket["to"]) / 2: bucket[name] for bucket in buckets}
 
@@ -114,7 +123,7 @@ def last_evaluations(run: Run) -> list[dict]:
 
 
 def is_validation(run: Run, record: dict) -> bool:
-    """Tells whether an evaluation is not of documents trained on; an import has no such."""
+    """Returns whether an evaluation is not of documents trained on; an import has no such."""
     return not run.metrics or record.get("split") in (None, "validation")
 
 
@@ -169,7 +178,7 @@ def accuracies(run: Run) -> list[dict]:
 def by_distance(run: Run, task: str) -> Curve:
     """Reads the last step's accuracy in a task by the distance from question to answer."""
     entries = [entry for entry in accuracies(run) if entry["task"] == task]
-    return by_middle(entries, "accuracy")
+    return curve_by_bucket_centre(entries, "accuracy")
 
 
 class Plot(NamedTuple):
@@ -338,7 +347,7 @@ def _enlarge(by_title: dict[str, Means]) -> tuple[dict[str, Means], tuple[float,
     """
     shown = {title: means for title, means in by_title.items() if means}
     title, means = list(shown.items())[-1]
-    limits = close_up([point for points in means.values() for point in points.values()])
+    limits = zoom_limits([point for points in means.values() for point in points.values()])
     if limits:
         shown[f"{title}, enlarged"] = means
     return shown, limits
@@ -396,7 +405,7 @@ def read_means(rows: list[dict], by_p: bool) -> tuple[Means, Means]:
     perplexities: Means = {}
     differences: Means = {}
     for row in rows:
-        x = visible(row["group"])
+        x = escape_invisible(row["group"])
         name = ""
         if by_p:
             values = dict(row["values"])

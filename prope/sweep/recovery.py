@@ -1,4 +1,4 @@
-"""Tells when converted models are back: within 0.02 nats of one that was trained on unconverted."""
+"""Finds when converted models are back: within 0.02 nats of one that was trained on unconverted."""
 
 from typing import NamedTuple
 
@@ -27,15 +27,15 @@ class Recovery(NamedTuple):
 def recoveries(runs: list[Run], within: float = WITHIN) -> list[Recovery]:
     """Compares the runs of a sweep that were begun from another run with those left unconverted.
 
-    A control has the same seed, and the same values of all but the encoding; others are left out.
+    A control has the same seed, and the same values of all but the encoding. Runs without one are
+    left out.
     """
     controls = [run for run in runs if _is_control(run)]
     found = []
     for run in runs:
         alike = [control for control in controls if _values(control) == _values(run)]
-        if run in controls or not alike or _at_start(run) is None:
-            continue
-        found.append(compare(run, alike[0], within))
+        if run not in controls and alike and _evaluation(run, 0) is not None:
+            found.append(compare(run, alike[0], within))
     return found
 
 
@@ -69,14 +69,10 @@ def _losses(run: Run) -> dict[tuple, float]:
 
 
 def list_evaluations(run: Run) -> list[dict]:
-    """Lists training's evaluations with a loss by step."""
+    """Lists training's evaluations with a loss, by step."""
     steps = sorted({record["step"] for record in run.evaluations})
-    records = []
-    for step in steps:
-        record = _evaluation(run, step)
-        if record and record["loss"] is not None:
-            records.append(record)
-    return records
+    records = [_evaluation(run, step) for step in steps]
+    return [record for record in records if record and record["loss"] is not None]
 
 
 def _evaluation(run: Run, step: int, encoding: str | None = None) -> dict | None:
@@ -85,14 +81,9 @@ def _evaluation(run: Run, step: int, encoding: str | None = None) -> dict | None
     return find_evaluation(records, max_windows=max_windows, encoding=encoding)
 
 
-def _at_start(run: Run) -> dict | None:
-    """Returns the evaluation before the first step, with the run's encoding, of one begun so."""
-    return _evaluation(run, 0)
-
-
 def _is_control(run: Run) -> bool:
-    """Tells whether a run that was begun from another keeps its encoding."""
-    start = _at_start(run)
+    """Returns whether a run that was begun from another keeps its encoding."""
+    start = _evaluation(run, 0)
     before = _evaluation(run, 0, UNCONVERTED)
     return start is not None and (before is None or before["loss"] == start["loss"])
 

@@ -18,7 +18,7 @@ OPTIONS = (
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 )
-KEYS = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+KEYS = {"Tab": 9, "Enter": 13}
 SAID = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
 
 MEASURE = """(() => {
@@ -45,7 +45,7 @@ MEASURE = """(() => {
   };
   const all = selector => [...document.querySelectorAll(selector)];
   const ids = all("[id]").map(element => element.id);
-  const texts = "h1, h2, p, a, code, small, output, summary, figcaption, span, li, td, th";
+  const texts = "h1, h2, p, a, code, small, summary, figcaption, span, li, td, th";
   return {
     wider: document.documentElement.scrollWidth - width,
     scrolled: all(".scroll").filter(box => box.scrollWidth > box.clientWidth + 1).map(name),
@@ -115,7 +115,18 @@ class Tab:
         return json.loads(text)
 
     def open(self, page: pathlib.Path, width: int, scheme: str = "light", target: str = "") -> None:
-        """Opens a page at a width in CSS pixels, at 900 high, "light" or "dark"."""
+        """Opens a page; the others are those of `emulate` and an address on the page."""
+        self.emulate(width, scheme)
+        self.call("Page.navigate", url="about:blank")
+        self.errors.clear()
+        self.call("Page.navigate", url=page.as_uri() + target)
+        limit = time.monotonic() + 60
+        while self.ask("document.readyState + location.protocol") != "completefile:":
+            assert time.monotonic() < limit, "the page does not load"
+            time.sleep(0.05)
+
+    def emulate(self, width: int, scheme: str) -> None:
+        """Shows the page at a width in CSS pixels, at 900 high, "light" or "dark"."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -125,13 +136,6 @@ class Tab:
         )
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.call("Emulation.setEmulatedMedia", features=[feature])
-        self.call("Page.navigate", url="about:blank")
-        self.errors.clear()
-        self.call("Page.navigate", url=page.as_uri() + target)
-        limit = time.monotonic() + 60
-        while self.ask("document.readyState + location.protocol") != "completefile:":
-            assert time.monotonic() < limit, "the page does not load"
-            time.sleep(0.05)
 
     def ask(self, expression: str):
         """Returns the value of a JavaScript expression on the page."""
@@ -157,7 +161,7 @@ class Tab:
         return self.ask(MEASURE)
 
     def press(self, *keys: str) -> None:
-        """Presses keys such as Tab or ArrowRight."""
+        """Presses keys such as Tab."""
         for key in keys:
             for kind in ("rawKeyDown", "keyUp"):
                 self.call(
@@ -167,16 +171,6 @@ class Tab:
                     code=key,
                     windowsVirtualKeyCode=KEYS[key],
                 )
-
-    def move(self, x: float, y: float) -> None:
-        """Moves the mouse, in pixels of the window."""
-        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
-    def tap(self, x: float, y: float) -> None:
-        """Taps the screen with a finger."""
-        point = {"x": x, "y": y}
-        self.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[point])
-        self.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
 
     def screenshot(self, path: pathlib.Path) -> None:
         """Writes a picture of the whole page as PNG."""

@@ -66,14 +66,13 @@ TESTS = {
     "inference/asking.py": "scores",
     "inference/trials.py": "scores",
     "hf": "exchange config_json transformers",
-    "analysis": "analyze analyze_input analyze_figures analyze_sharded channels theory",
+    "analysis": "measures planted analysis_input theory",
     "analysis/theory.py": "theory",
-    "analysis/theory_page.py": "theory",
     "cost": "cost hlo bench plan",
     "kernels": "attention context kernels",
     "sweep": "grid report sweep records",
     "sweep/maps.py": "longcontext_report",
-    "html": "report analyze theory",
+    "html": "report planted",
 }
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 
 import jax
 import pytest
@@ -11,7 +10,7 @@ from support.heads import analysis_options
 from support.runs import evaluate_run, make_run
 from support.text import hash_files, read_lines
 
-from prope.analysis import analysis, compare
+from prope.analysis import analysis
 from prope.errors import UsageError
 from prope.html import drawing
 from prope.inference.paired import paired_difference
@@ -109,15 +108,7 @@ def test_an_analysis_goes_to_the_output(tmp_path, read_only, monkeypatch):
         assert saved["workdir"] == str(runs / name)
         page_of_run = tmp_path / "out" / name / "analysis" / "index.html"
         assert page_of_run.exists()
-    assert result["output"] == str(tmp_path / "out" / "analysis" / "index.html")
-    comparison = (tmp_path / "out" / "analysis" / "index.html").read_text()
-    links = set(re.findall(r'href="(\.\./[^"]*)"', comparison))
-    assert links == {"../a/analysis/index.html", "../b/analysis/index.html"}
-    assert f"each over 1 × 31 tokens of {tmp_path}/text.txt." in comparison
-    pages = [epath.Path(tmp_path / "out" / name / "analysis/index.html") for name in "ab"]
-    found = [json.loads(page.with_name("analysis.json").read_text()) for page in pages]
-    found[1]["source"] = "another"
-    compare.write(epath.Path(tmp_path / "other"), found, pages)
-    comparison = (tmp_path / "other" / "index.html").read_text()
-    assert "tokens of another. Losses on different texts do not compare." in comparison
+    assert result["output"] == str(tmp_path / "out")
+    pages = [str(tmp_path / "out" / name / "analysis/index.html") for name in "ab"]
+    assert result["pages"] == pages
     assert hash_files(tmp_path / "runs") == before

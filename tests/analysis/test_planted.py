@@ -1,6 +1,7 @@
-"""The paper's figures and tables: what is planted in a decoder is found, in 20 of 20 random draws.
+"""Figures, tables and pages of decoders whose heads are known: what is planted is found.
 
-A draw has random filler weights in all heads, and at a random layer and head each
+It is found in 20 of 20 random draws. A draw has random filler weights in all heads, and at a random
+layer and head each
 
 diagonal, previous  heads of Theorem 5.3 that use a few of the fastest pairs (Figures 5, 6, 12, 13;
                     Tables 3 to 5)
@@ -12,6 +13,7 @@ semantic            a head that looks for the letter q
 value               a pair of lanes in which values are longest, the control (Figure 11)
 """
 
+import pathlib
 import re
 import types
 
@@ -19,10 +21,19 @@ import numpy as np
 import oracles
 import pytest
 from support.commands import ROOT
-from support.heads import analysis_options, assert_channel, head_kinds, head_weights, write_decoder
-from support.sweeps import draw_picture, map_values
+from support.heads import (
+    KNOWN_HEAD_DIM,
+    analysis_options,
+    assert_channel,
+    head_kinds,
+    head_weights,
+    make_known_heads,
+    text_with_q,
+    write_decoder,
+)
+from support.sweeps import Page, draw_picture, map_values
 
-from prope.analysis import analysis, channels, maps, page
+from prope.analysis import analysis, census, channels, maps, page
 from prope.config import default_config
 from prope.data.tokenizer import GEMMA_IDS
 
@@ -305,10 +316,9 @@ def test_the_head_of_a_token_is_chosen_by_its_flag(tmp_path):  # Figure 7
     scores = {(head["layer"], head["head"]): head["head_of"] for head in found["heads"]}
     assert scores.pop(planted.places["apostrophe"]) > 0.9
     assert max(scores.values()) < 0.5
-    page.write(tmp_path, found)
+    assert "head_of" in Page(page.write(tmp_path, found)).tables[0][0]
     layer, head = planted.places["apostrophe"]
     assert (tmp_path / f"norms_{layer}_{head}.png").exists()
-    assert ">head_of</th>" in (tmp_path / "index.html").read_text()
 
 
 def test_tables_are_those_of_the_formula(draws):  # Tables 3 and 4, Table 5
@@ -359,11 +369,242 @@ def test_the_strongest_channel_is_the_planted_one(draws):  # Figure 14, Appendix
         np.testing.assert_allclose(keys.lines[-1].get_xydata()[0], record["keys"][0])
 
 
+# --- A diagonal, a previous-token, a semantic head that looks for q, and an even one --------------
+
+LETTERS = text_with_q()
+SEMANTIC_LOGIT = 200 / KNOWN_HEAD_DIM**0.5  # logit of a q; that of other tokens is its negative
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of these heads, and one where they do not rotate."""
+    base = tmp_path_factory.mktemp("known")
+    (base / "text.txt").write_text(LETTERS)
+    make_known_heads(base / "run", 0.75)
+    make_known_heads(base / "nope", 0)
+    return base
+
+
+def analysed(run, name="run", **flags) -> dict:
+    flags = {"text": str(run / "text.txt"), "channels": 0} | flags
+    return analysis.analyse(run / name, analysis_options(**flags))
+
+
+@pytest.fixture(scope="module")
+def shown_page(run, tmp_path_factory):
+    """The folder of a page with a head that was asked for, and its analysis."""
+    found = analysed(run, heads="0.1", window="20:36")
+    folder = tmp_path_factory.mktemp("page")
+    page.write(folder, found)
+    return folder, found
+
+
+def tick_texts(axis) -> list[str]:
+    return [label.get_text() for label in axis.get_ticklabels()]
+
+
+def token_names(positions) -> list[str]:
+    """Names in the window: the first token, and letters by position."""
+    return ["0 <bos>", *(f"{i} {LETTERS[i - 1]!r}" for i in positions[1:])]
+
+
+def semantic_logits(positions) -> list[float]:
+    is_q = [i > 0 and LETTERS[i - 1] == "q" for i in positions]
+    return np.where(is_q, SEMANTIC_LOGIT, -SEMANTIC_LOGIT)
+
+
+def test_the_known_heads_have_their_kinds_and_channels(run):
+    found = analysed(run, channels=4)
+    assert head_kinds(found) == ["diagonal", "previous_token", "semantic", ""]
+    _, _, semantic, even = found["heads"]
+    assert semantic["overlap_without_rotation"] > 0.99
+    assert even["entropy"] == pytest.approx(1, abs=1e-4)
+    # The semantic head's channels are its two pairs, which do not rotate.
+    semantic_channels = [channel for channel in found["channels"] if channel["head"] == 2]
+    assert [channel["pair"] for channel in semantic_channels] == [12, 13]
+    for channel in semantic_channels:
+        assert channel["frequency"] == 0
+        assert channel["stopped"] is None
+        assert channel["removed"]
+
+
+def test_without_rotation_the_positional_heads_vanish(run):
+    found = analysed(run, "nope")
+    assert head_kinds(found) == ["", "", "semantic", ""]
+    assert max(head["positional"] for head in found["heads"][:2]) < 0.05
+    assert {head["high_frequency_share"] for head in found["heads"]} == {0}
+    assert found["rank_correlation"] is None
+
+
+def test_values_stand_beside_queries_and_keys_of_every_head():
+    rng = np.random.default_rng(0)
+    layers = []
+    for number in (0, 3):
+        norms = {
+            "query_norms": rng.random((4, 16)).tolist(),
+            "key_norms": rng.random((2, 16)).tolist(),
+            "value_norms": rng.random((2, 16)).tolist(),
+        }
+        layers.append({"layer": number} | norms)
+    freqs = [[1.0] * 8 + [0.0] * 8] * 4
+    analysis = {"layers": layers, "heads": [None] * 8, "frequencies": freqs}
+    heads = {(0, 0), (0, 1), (0, 2), (0, 3), (3, 0), (3, 1), (3, 2), (3, 3)}
+    picture = page.usage_by_head(analysis, heads)
+    shown = map_values(picture)
+    assert list(shown) == ["queries", "keys", "values (control)"]
+    for values, name in zip(shown.values(), norms, strict=True):
+        np.testing.assert_array_equal(values, np.concatenate([layer[name] for layer in layers]))
+    panels = [axes for axes in draw_picture(picture).axes if axes.images]
+    assert tick_texts(panels[2].yaxis) == ["0.0", "0.1", "3.0", "3.1"]
+    # Where the rotated pairs end; values are not rotated.
+    borders = [
+        [segment[0, 0] for c in axes.collections for segment in c.get_segments()] for axes in panels
+    ]
+    assert borders == [[7.5] * 8, [7.5] * 4, []]
+
+
+def test_a_window_anywhere_is_shown_with_its_tokens_weights_and_logits(run):
+    found = analysed(run, heads="0.1,0.2,0.3", window="120:150")
+    positions = [0, *range(120, 150)]
+    assert found["window"]["positions"] == positions
+    previous, semantic, even = [maps.maps(found, head) for head in found["shown"]]
+    assert previous[0].name == "head_0_1"
+    weights = map_values(previous[0])["weights"]
+    assert weights[2:].diagonal(1).min() > 0.9, "on the token before"
+    assert np.isnan(weights[np.triu_indices(31, 1)]).all()
+    even_weights = map_values(even[0])["weights"]
+    assert semantic[0].title == "Head 0.2: weights and logits"
+    logits = map_values(semantic[0])["logits"]
+    expected = semantic_logits(positions)
+    assert (expected > 0).sum() == 2
+    for row, position in enumerate(positions):
+        seen = slice(row + 1)
+        # Over all tokens before, most of which are not shown.
+        np.testing.assert_allclose(even_weights[row, seen], 1 / (position + 1), rtol=1e-4)
+        np.testing.assert_allclose(logits[row, seen], expected[seen], rtol=1e-4)
+        assert np.isnan(logits[row, row + 1 :]).all()
+    axes = draw_picture(semantic[0]).axes[0]
+    assert tick_texts(axes.xaxis) == tick_texts(axes.yaxis) == token_names(positions)
+    norms = draw_picture(previous[1]).axes[0]
+    assert tick_texts(norms.yaxis)[:2] == token_names(positions)[:2]
+    assert len(norms.collections) == 1, "where the rotated pairs end"
+
+
+def test_tokens_that_have_no_room_are_left_out_and_dollars_are_no_formula(run):
+    found = analysed(run, heads="0.0", window="0:120")
+    found["window"] = {"positions": range(120), "tokens": ["'$$'"] * 120}
+    picture, _ = maps.maps(found, found["shown"][0])
+    axes = draw_picture(picture).axes[0]
+    assert len(tick_texts(axes.xaxis)) == len(tick_texts(axes.yaxis)) == 60, "every other one"
+    assert tick_texts(axes.xaxis)[0] == "0 '$$'"
+
+
+# --- The page -------------------------------------------------------------------------------------
+
+
+def test_pictures_have_short_texts_with_their_main_figures(shown_page):
+    """They are read aloud, and the caption after them."""
+    folder, found = shown_page
+    source = (folder / "index.html").read_text()
+    drawn = re.findall('<img alt="(.*?)".*?<figcaption>(.*?)</figcaption>', source, re.DOTALL)
+    assert len(drawn) == 6
+    for alt, caption in drawn:
+        assert alt != caption
+        assert re.search(r"\d", alt)
+    norms = [layer["query_norms"] for layer in found["layers"]]
+    pair = np.mean(norms, axis=(0, 1)).argmax()
+    assert f"queries, pair {pair};" in page.usage(found).alt
+
+
+def test_the_page_asks_for_nothing_and_its_links_lead_somewhere(shown_page):
+    folder, _ = shown_page
+    tags = Page(folder / "index.html").tags
+    (policy,) = [attributes["content"] for _, attributes in tags if "http-equiv" in attributes]
+    assert policy == "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    assert not [tag for tag, _ in tags if tag == "script"]
+    ids = [attributes["id"] for _, attributes in tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {"head-0.0", "head-0.1", "head_0_1", "norms_0_1", "logits-0.1"} < set(ids)
+    links = {attributes.get("href") for tag, attributes in tags if tag == "a"} - {None}
+    assert links <= {f"#{name}" for name in ids}
+
+
+HEADS = [
+    {
+        "layer": 0,
+        "head": number,
+        "kind": kind,
+        "positional": 0.1 * number,
+        "high_frequency_share": 0.2 * number,
+        "diagonal": 0.1,
+        "previous_token": 0.1 * number,
+        "first_token": 0.0,
+    }
+    for number, kind in enumerate(["", "semantic", "previous_token", "previous_token"])
+]
+
+
+def test_heads_of_no_kind_are_chosen_and_drawn_on_request_only():
+    """Head 2 and 3 are previous-token heads, of which 3 is the stronger; none is diagonal."""
+    heads = [head | {"head_of": None} for head in HEADS]
+    assert census.strongest(heads) == {(0, 3): "previous_token", (0, 2): "previous_token"}
+    every = {(0, 0), (0, 1), (0, 2), (0, 3)}
+    for flags in ({"any_kind": True}, {"paper": True}):
+        assert census.strongest(heads, **flags).keys() == every
+    found = {"heads": heads, "shown": [], "asked": {"all_heads": None, "paper": False}}
+    assert page.drawn_heads(found) == every - {(0, 0)}, "the first one is of no kind"
+    found["shown"] = [heads[0]]
+    assert page.drawn_heads(found) == every, "it is asked for"
+    found = found | {"shown": [], "asked": {"all_heads": True, "paper": False}}
+    assert page.drawn_heads(found) == every
+    assert [head["head"] for head in page.by_strength(heads)] == [3, 2, 1, 0]
+
+
+def test_the_lead_of_a_page_counts_kinds_and_tells_a_relation_from_chance():
+    related = {"rho": 1.0, "p_value": 0.01, "heads": 4}
+    lead = page.lead({"heads": HEADS, "rank_correlation": related})
+    assert re.findall(r"\d+(?:\.\d+)?", lead) == ["4", "2", "1", "1.00", "0.01"]
+    by_chance = {"rho": 0.4, "p_value": 0.6, "heads": 4}
+    lead = page.lead({"heads": HEADS, "rank_correlation": by_chance})
+    assert re.findall(r"\d+(?:\.\d+)?", lead) == ["4", "2", "1"]
+
+
+def test_the_paper_without_an_apostrophe_shows_the_rest(run, caplog):
+    assert "'" not in LETTERS
+    caplog.set_level("INFO", "prope")
+    found = analysed(run, paper=True, channels=1)
+    assert "no apostrophe" in caplog.text
+    assert {head["head_of"] for head in found["heads"]} == {None}
+    reasons = [head["why"] for head in found["shown"]]
+    assert reasons == ["diagonal"] * 2 + ["previous_token"] * 2, "all four heads"
+    assert found["window"]["positions"] == list(range(48))
+    (record,) = found["shown_channels"]
+    assert (record["head"], record["pair"]) == (2, 12)
+    # Few keys are of a q, so that the first one, which is not, has no advantage.
+    assert record["breaking_rotation"] is None
+    assert record["first_alignment"] == -1
+
+
+@pytest.mark.slow
+def test_runs_below_a_directory_are_analysed(run, run_command):
+    done = run_command(
+        "prope.analyze", f"--workdir={run}", f"--text={run}/text.txt", "--channels=1"
+    )
+    assert done.code == 0, done.stderr
+    runs = [str(run / "nope"), str(run / "run")]
+    assert done.result["output"] == str(run)
+    assert done.result["runs"] == runs
+    assert done.result["pages"] == [f"{one}/analysis/index.html" for one in runs]
+    kinds = [(head["run"], head["kind"]) for head in done.result["heads"]]
+    assert len(kinds) == 8 and (runs[1], "previous_token") in kinds
+    for one in done.result["pages"]:
+        assert Page(pathlib.Path(one)).tables
+
+
 def test_the_readme_names_a_test_for_every_item_that_is_computed():
     text = (ROOT / "prope/analysis/README.md").read_text()
     table = text.split("| what | command |")[1].split("\n\n")[0]
-    lines = table.splitlines()[2:]
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
     items = " ".join(row[0] for row in rows)
     assert len(rows) == 21
     assert re.findall(r"Figure (\d+)", items) == [str(number) for number in range(1, 15)]
@@ -372,7 +613,7 @@ def test_the_readme_names_a_test_for_every_item_that_is_computed():
     assert "D.1" in items
     for row in rows:
         named = re.findall(r"`([^`]+)`", row[3])
-        file = "analysis/test_analyze_planted.py"
+        file = "analysis/test_planted.py"
         if named and named[0].endswith(".py"):
             file = named.pop(0)
         tests = re.findall(r"^def (test_\w+)", (ROOT / "tests" / file).read_text(), re.MULTILINE)

@@ -1,17 +1,13 @@
 """What the analysis reads, and what it refuses."""
 
 import json
-import re
 
-import jax
 import numpy as np
 import pytest
 from support.heads import analysis_options
-from support.models import layer_params
-from support.runs import make_run
 from support.text import data_config, read_tokens
 
-from prope.analysis import analysis, choices, page, sequences
+from prope.analysis import analysis, choices, sequences
 from prope.config import default_config
 from prope.data import windows
 from prope.data.mixture import open_windows
@@ -26,15 +22,6 @@ def write_documents(folder, texts):
     lines = [json.dumps({"text": text}) + "\n" for text in texts]
     (folder / "a.jsonl").write_text("".join(lines))
     return folder
-
-
-def test_layers_are_read_one_by_one(tmp_path):
-    _, params = make_run(tmp_path / "run", num_layers=3)
-    read = open_run(tmp_path / "run", 7).checkpoint.read
-    for number in range(3):
-        layer = read(("layers",), number)
-        jax.tree.map(np.testing.assert_array_equal, layer, layer_params(params, number))
-    jax.tree.map(np.testing.assert_array_equal, read(()), params)
 
 
 @pytest.mark.parametrize("stretch", [100, 2**18])
@@ -58,9 +45,7 @@ def test_sequences_are_how_documents_begin(tmp_path, monkeypatch, stretch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dataset", "paper"), [("python_docs", False), ("python_docs", True), ("synthetic/mix", False)]
-)
+@pytest.mark.parametrize(("dataset", "paper"), [("python_docs", True), ("synthetic/mix", False)])
 def test_a_trained_run_is_analysed(tmp_path, train, run_command, dataset, paper):
     sizes = [
         "--config.num_steps=3",
@@ -86,10 +71,6 @@ def test_a_trained_run_is_analysed(tmp_path, train, run_command, dataset, paper)
     if paper:
         assert channel == place_of(saved["channels"][0])
         assert heads.keys() == {"1_0", "1_1"}, "both heads of the layer"
-        figures = {path.name for path in (folder / "theory").glob("*.png")}
-        assert figures == {"figure_2.png", "figure_8.png"}
-        link = re.search(r'href="(theory/[^"]*)"', (folder / "index.html").read_text())
-        assert (folder / link[1]).exists()
     else:
         assert channel == "1_0_15"
         assert heads == {"1_0": "asked for"}
@@ -104,76 +85,57 @@ def place_of(record):
     return "_".join(str(record[name]) for name in names if name in record)
 
 
-@pytest.mark.slow
-def test_layers_with_different_p_are_analysed(tmp_path):
-    make_run(tmp_path / "run", (1, 0.25))
-    (tmp_path / "a.txt").write_text("What turns, and what does not.")
-    options = analysis_options(text=str(tmp_path / "a.txt"), channels=0)
-    found = analysis.analyse(tmp_path / "run", options)
-    assert found["rotated_pairs"] == [32, 8]
-    assert found["loss"] is None
-    assert found["channels"] == []
-    assert [layer["rotated_pairs"] for layer in found["layers"]] == [32, 8]
-    page.write(tmp_path / "run" / "analysis", found)
-
-
 # --- Refusals -------------------------------------------------------------------------------------
 
-NOT_A_HEAD = "is not LAYER.HEAD of this model, whose heads are 0 to 3"
-NOT_A_WINDOW = "is not START:STOP of the 64 tokens read, with 1 to 128 tokens; give another one"
-REFUSALS = [
-    ({"layers": "0,2"}, "--layers=0,2: '2' is not a layer of this model, which has 0 to 1"),
-    ({"layers": "x"}, "--layers=x: 'x' is not a layer"),
-    ({"heads": "1.4"}, f"--heads=1.4: '1.4' {NOT_A_HEAD}"),
-    ({"heads": "1.0", "layers": "0"}, "of which these layers are measured: 0"),
-    (
-        {"channel": "0.1"},
-        "--channel=0.1: '0.1' is not LAYER.HEAD.PAIR of this model, whose heads are 0 to 3 and "
-        "pairs",
-    ),
-    (
-        {"channel": "0.1.31,0.1.32"},
-        "'0.1.32' is not .* pairs are 0 to 31 and of which these layers are measured: 0, 1",
-    ),
-    ({"channel": "0.4.0"}, "--channel=0.4.0: '0.4.0' is not"),
-    (
-        {"channel": "0.0.0,1.0.0", "layers": "0"},
-        "'1.0.0' is not .* of which these layers are measured: 0",
-    ),
-    ({"window": "9"}, f"--window=9: {NOT_A_WINDOW}"),
-    ({"window": "8:8"}, f"--window=8:8: {NOT_A_WINDOW}"),
-    ({"window": "60:65"}, f"--window=60:65: {NOT_A_WINDOW}.* read more with --seq_len"),
-    ({"tokens": "3,64"}, "--tokens=3,64: '64' is not one of at most 48 positions from 0 to 63"),
-    ({"tokens": "-1"}, "--tokens=-1: '-1' is not one"),
-    ({"tokens": ",".join("0" * 49)}, "is not one of at most 48 positions"),
-    (
-        {"head_of": "z"},
-        "--head_of=z: must stand before some of the tokens read, and not before all; give a token "
-        "such",
-    ),
-    ({"step": 3}, "--step=3: .* has no such checkpoint; it has 7"),
-    ({"text": "none.txt"}, "--text=none.txt: cannot be read: No such file"),
+REFUSALS = [  # flags, and the one that is named
+    ({"layers": "0,2"}, "layers"),
+    ({"layers": "x"}, "layers"),
+    ({"heads": "1.4"}, "heads"),
+    ({"heads": "1.0", "layers": "0"}, "heads"),
+    ({"channel": "0.1"}, "channel"),
+    ({"channel": "0.1.31,0.1.32"}, "channel"),
+    ({"channel": "0.4.0"}, "channel"),
+    ({"channel": "0.0.0,1.0.0", "layers": "0"}, "channel"),
+    ({"window": "9"}, "window"),
+    ({"window": "8:8"}, "window"),
+    ({"window": "60:65"}, "window"),
+    ({"tokens": "3,64"}, "tokens"),
+    ({"tokens": "-1"}, "tokens"),
+    ({"tokens": ",".join("0" * 49)}, "tokens"),
+    ({"head_of": "z"}, "head_of"),
+    ({"step": 3}, "step"),
+    ({"text": "none.txt"}, "text"),
+    ({"text": "no-token.txt"}, "text"),
+    ({"text": "one-token.txt"}, "text"),
+    ({"text": "no-utf8.txt"}, "text"),
 ]
 
 
-@pytest.mark.parametrize(("flags", "error"), REFUSALS)
-def test_what_is_not_there_is_refused(run_and_export, tmp_path, monkeypatch, flags, error):
-    (tmp_path / "a.txt").write_text("word " * 40)
-    monkeypatch.setattr(analysis, "Walk", None)  # nothing is put on a device
-    options = analysis_options(**{"text": str(tmp_path / "a.txt"), "seq_len": 64} | flags)
-    with pytest.raises(UsageError, match=error) as raised:
-        analysis.analyse(run_and_export / "run", options)
-    assert "\n" not in str(raised.value)
-
-
-def test_a_text_has_two_tokens_at_least(run_and_export, tmp_path):
-    text = tmp_path / "a.txt"
-    options = analysis_options(text=str(text), channels=0)
-    for content, error in ((b"", "has 0 tokens"), (b"x", "has 1 tokens"), (b"\xff\xfe", "UTF-8")):
-        text.write_bytes(content)
-        with pytest.raises(UsageError, match=error):
+def test_what_is_not_there_is_refused(run_and_export, tmp_path, monkeypatch):
+    """In one line that begins with the flag and its value, before anything is put on a device."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(analysis, "Walk", None)
+    texts = {"a": b"word " * 40, "no-token": b"", "one-token": b"x", "no-utf8": b"\xff\xfe"}
+    for name, content in texts.items():
+        (tmp_path / f"{name}.txt").write_bytes(content)
+    for flags, named in REFUSALS:
+        options = analysis_options(**{"text": "a.txt", "seq_len": 64} | flags)
+        with pytest.raises(UsageError) as raised:
             analysis.analyse(run_and_export / "run", options)
-    text.write_text("ab")  # enough
+        assert str(raised.value).startswith(f"--{named}={flags[named]}: "), flags
+        assert "\n" not in str(raised.value), flags
+
+
+def test_a_pair_must_be_one_of_its_layer():
+    counts = {"HEAD": [4] * 3, "PAIR": [8, 8, 12]}
+    assert choices.parse_places("channel", "2.0.11", [0, 2], **counts) == [(2, 0, 11)]
+    with pytest.raises(UsageError, match="^--channel=0.0.8: "):
+        choices.parse_places("channel", "0.0.8", [0, 2], **counts)
+
+
+def test_a_text_of_two_tokens_is_enough(run_and_export, tmp_path):
+    (tmp_path / "a.txt").write_text("ab")
+    options = analysis_options(text=str(tmp_path / "a.txt"), channels=0)
     assert analysis.analyse(run_and_export / "run", options)["seq_len"] == 3
 
 
@@ -195,8 +157,7 @@ def test_a_sequence_has_three_tokens_at_least(run_and_export, tmp_path, monkeypa
     assert "found" not in caplog.text
     assert read(seq_len=64, sequences=2) == documents
     assert "found 2 documents of 3 tokens in split all" in caplog.text
-    error = "dataset=files: no document of split all has 3 tokens; give a --text=FILE"
-    with pytest.raises(UsageError, match=error):
+    with pytest.raises(UsageError, match="^config.data.dataset=files: "):
         read(seq_len=2)
 
 
@@ -218,7 +179,7 @@ def test_windows_and_tokens_reach_to_both_ends():
         window = choices.parse_window(f"{start}:{stop}", 200)
         assert window == range(start, stop)
     for text in ("0:0", f"0:{choices.MOST + 1}", "150:201", "200:201", "5:4"):
-        with pytest.raises(UsageError, match="is not START:STOP of the 200 tokens read"):
+        with pytest.raises(UsageError, match=f"^--window={text}: "):
             choices.parse_window(text, 200)
     names = np.array([["'x'"] * 200])
 
@@ -228,7 +189,7 @@ def test_windows_and_tokens_reach_to_both_ends():
         return choices.choose_tokens(options, names).table
 
     assert choose(choices.SHOWN) == list(range(200 - choices.SHOWN, 200))
-    with pytest.raises(UsageError, match="is not one of at most 48 positions"):
+    with pytest.raises(UsageError, match="^--tokens="):
         choose(choices.SHOWN + 1)
 
 
@@ -240,22 +201,35 @@ def test_unknown_tokens_of_a_text_are_counted(run_and_export, tmp_path, monkeypa
     assert "a.txt: 3 of 7 tokens are <unk>" in caplog.text
 
 
-CONFLICTS = ["--heads=0.1", "--head_of=q", "--channel=0.1.2", "--theory=True", "--channels=0"]
-CHOSEN = "--paper chooses that itself; leave out one of the two"
-
-
 @pytest.mark.parametrize(
-    ("flags", "error"),
+    ("length", "apostrophe", "window"),
     [
-        (["--workdir=RUN"], "without a finished checkpoint; train it first"),
-        ([], "--workdir: must be given"),
-        *((["--workdir=RUN", "--paper", flag], f"{flag}: {CHOSEN}") for flag in CONFLICTS),
-        (["--workdir=RUN", "--text=a", "--dataset=b"], "--dataset=b: --text is read instead"),
-        (["--workdir=RUN", "--text=a", "--data_dir=c"], "--data_dir=c: --text is read instead"),
+        (200, 150, range(126, 174)),
+        (200, 190, range(152, 200)),
+        (200, 7, range(48)),
+        (200, 0, range(48)),
+        (30, 20, range(30)),
     ],
 )
-def test_a_command_is_refused(tmp_path, run_command, flags, error):
+def test_the_papers_window_is_around_the_first_apostrophe(length, apostrophe, window):
+    assert choices.parse_window(None, length, apostrophe) == window
+
+
+COMMANDS = [  # flags, and what the line begins with
+    (["--workdir=RUN"], "--workdir=RUN: "),
+    ([], "--workdir: "),
+    *(
+        (["--workdir=RUN", "--paper", flag], f"{flag}: ")
+        for flag in ("--heads=0.1", "--head_of=q", "--channel=0.1.2", "--channels=0")
+    ),
+    (["--workdir=RUN", "--text=a", "--dataset=b"], "--dataset=b: "),
+    (["--workdir=RUN", "--text=a", "--data_dir=c"], "--data_dir=c: "),
+]
+
+
+@pytest.mark.parametrize(("flags", "begins"), COMMANDS)
+def test_a_command_is_refused(tmp_path, run_command, flags, begins):
     write_config(tmp_path, default_config())
     done = run_command("prope.analyze", *(flag.replace("RUN", str(tmp_path)) for flag in flags))
-    assert error in done.error
+    assert done.error.startswith("error: " + begins.replace("RUN", str(tmp_path)))
     assert done.code == 2
