@@ -840,7 +840,6 @@ def plain_record(records) -> dict:
 
 def test_the_best_window_and_the_gain_from_context(cut):
     """Means over seeds; a window that a seed lacks does not count; p = 1 has none."""
-    import scipy.stats
 
     plain = [plain_record(read_lines(run_folder(cut, 0, seed) / "eval.jsonl")) for seed in SEEDS]
     T = plain[0]["seq_len"]
