@@ -31,7 +31,7 @@ from prope.inference.evaluation import RECORDS, LossOptions, open_lengths
 from prope.inference.opening import Recorder, cannot_change, eighths, open_runs, parse_lengths
 from prope.inference.options import text_table
 from prope.inference.paired import paired_difference
-from prope.stack.layers import layer_kinds, layers_at
+from prope.stack.layers import layer_kinds, select_layers
 from prope.workdir.records import SAME_WINDOWS
 from prope.workdir.run import Run
 
@@ -196,7 +196,7 @@ def _describe(model: ConfigDict, rotating: dict[str, list[int]], stopped: Pairs)
         kept = [pair for pair in of_place if (place, pair) not in stopped]
         row = {
             "layers": place or "all",
-            "num_layers": len(layers_at(model, place or None)),
+            "num_layers": len(select_layers(model, place or None)),
             "rotating": len(kept),
             "of": len(of_place),
             "pairs": ",".join(_intervals(kept)),

@@ -22,7 +22,7 @@ from support.runs import make_run
 from prope import model
 from prope.analysis import analysis, census, compare, measures, page
 from prope.config import default_config, set_layer_percentages
-from prope.kernels import pairs
+from prope.kernels import blockwise
 
 H = KNOWN_HEAD_DIM
 SCORING = measures.Scoring(H**-0.5)
@@ -40,7 +40,7 @@ def test_captured_logits_are_what_the_forward_pass_takes_the_softmax_of(monkeypa
     config = whole.model
     params, tokens, positions = draw_model(config)
     scores_by_layer = []
-    original = pairs.einsum_to_float32
+    original = blockwise.einsum_to_float32
 
     def record(scores):
         scores_by_layer.append(np.asarray(scores))
@@ -52,7 +52,7 @@ def test_captured_logits_are_what_the_forward_pass_takes_the_softmax_of(monkeypa
         return product
 
     with monkeypatch.context() as patch:
-        patch.setattr(pairs, "einsum_to_float32", recording_dot)
+        patch.setattr(blockwise, "einsum_to_float32", recording_dot)
         hidden = jax.block_until_ready(model.hidden_states(config, params, tokens, positions))
         jax.effects_barrier()
     layers = list(run_layers(config, params, tokens, positions))
