@@ -397,10 +397,3 @@ def test_the_choice_and_its_reason(device, change, choice, splash, cudnn):
         assert line.startswith(f"attention={name} ") and "\n" not in line
         for words in obstacles:
             assert words in line
-
-
-def test_auto_is_what_this_machine_has():
-    """On the CPU, where there is no kernel: the result is that of "xla", bit for bit."""
-    arrays = draw(9, 9, 4, 2)
-    expected = attention(*arrays, implementation="xla")
-    np.testing.assert_array_equal(attention(*arrays), expected)

@@ -10,15 +10,7 @@ import oracles
 import pytest
 from oracles import decoder
 from support.bounds import assert_equal_but_rounding, measure_rounding
-from support.models import (
-    KINDS_OF_LAYERS,
-    draw_model,
-    forward,
-    initial_params,
-    layer_params,
-    same,
-    small,
-)
+from support.models import KINDS_OF_LAYERS, draw_model, forward, layer_params, small
 
 from prope import encodings, model
 from prope.config import default_config, from_dict, set_layer_percentages
@@ -378,15 +370,6 @@ def test_a_cache_gives_what_the_whole_text_gives(fields):
         first = jnp.full(2, t, jnp.int32)
         hidden, cache = decode(params | {"layers": layers}, tokens[:, t : t + 1], cache, first)
         assert_equal_but_rounding(hidden[:, 0], whole[:, t], movement)
-
-
-def test_the_initial_weights_do_not_depend_on_the_encoding():
-    plain = initial_params(small(num_layers=6))
-    config = small(num_layers=6, rope_type="rope_id", original_seq_len=512, **GEMMA)
-    assert same(plain, initial_params(config))
-    normed = initial_params(small(num_layers=6, use_qk_norm=True))
-    added = normed["layers"]["attn"].keys() - plain["layers"]["attn"].keys()
-    assert added == {"query_norm", "key_norm"}
 
 
 def test_the_gradient_of_periods_is_that_of_single_layers():
