@@ -15,14 +15,16 @@ Axes: B batch, T query length, S key length, N query heads, K key/value heads, G
 H head_dim.
 """
 
+import dataclasses
 import functools
 
 import jax
 from jaxtyping import Array, Float, Int
 
+from prope.kernels.blockwise import blockwise_attention
 from prope.kernels.cache import attend_to_cache
 from prope.kernels.choice import choose_implementation
-from prope.kernels.pairs import attend_pairs
+from prope.kernels.mask import CAUSAL, Mask
 from prope.kernels.splash import splash
 from prope.sharding import (
     all_gather_sequence,
@@ -39,13 +41,11 @@ def attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K H"],
+    mask: Mask = CAUSAL,
+    cap: float | None = None,
     *,
-    segment_ids: Int[Array, "B S"] | None = None,
     first_query: Int[Array, " B"] | None = None,
     newest_key: Int[Array, " B"] | None = None,
-    window: int | None = None,
-    cap: float | None = None,
-    sinks: int = 0,
     implementation: str = "auto",
 ) -> Float[Array, "B T N H"]:
     """Computes softmax(query key^T) value; a query sees the keys up to its own index.
@@ -57,10 +57,8 @@ def attention(
       query: rotated, and scaled: by 1 / sqrt(H), or the config's attention_scale.
       key: rotated.
       value: not rotated.
-      segment_ids: with it, a query sees the keys of its own segment only; needs T = S.
-      window: how many keys a query sees at most, its own included; None: all up to its own.
+      mask: which of these keys a query does not see; its segment ids need T = S.
       cap: soft cap on the scores, before the mask; None: none.
-      sinks: with a window, how many of the first keys of the sequence a query also sees.
       first_query: for keys from a cache, the position of each row's first query; always computed
         by plain XLA. It needs newest_key.
       newest_key: the position of each row's last key in the cache. That at position m is in slot
@@ -74,41 +72,38 @@ def attention(
     """
     if first_query is not None:
         arrays = _heads_first(query, key, value)
-        output = attend_to_cache(*arrays, first_query, newest_key, window, cap, sinks)
-        return _heads_last(output)
+        return _heads_last(attend_to_cache(*arrays, mask, first_query, newest_key, cap))
     T, _, H = query.shape[1:]
+    segmented = mask.segment_ids is not None
     if implementation == "auto":
-        device = jax.devices()[0]
-        dtype = query.dtype.name
-        segmented = segment_ids is not None
+        workload = (jax.devices()[0], T, H, query.dtype.name, segmented)
         implementation, _ = choose_implementation(
-            "auto", device, T, H, dtype, segmented, capped=cap is not None, sinks=sinks
+            "auto", *workload, capped=cap is not None, sinks=mask.sinks
         )
-    if window is not None and window >= context_size() * T:
-        window = None
-    attend = functools.partial(_IMPLEMENTATIONS[implementation], window, cap, sinks)
-    if segment_ids is None:
+    if mask.window is not None and mask.window >= context_size() * T:
+        mask = dataclasses.replace(mask, window=None)
+    attend = functools.partial(_IMPLEMENTATIONS[implementation], mask, cap)
+    if not segmented:
         return shard_mapped(attend, ["BTNH", "BSKH", "BSKH"])(query, key, value)
     mapped = shard_mapped(attend, ["BTNH", "BSKH", "BSKH", "BS"])
-    return mapped(query, key, value, segment_ids)
+    return mapped(query, key, value, mask.segment_ids)
 
 
-def _by_blocks(run, window, cap, sinks, query, key, value, segment_ids=None):
-    """Attends by `attend_pairs` or `splash`, to the keys and values of whole sequences."""
+def _by_blocks(kernel, mask, cap, query, key, value, segment_ids=None):
+    """Attends by `blockwise_attention` or `splash`, to the keys and values of whole sequences."""
     positions = rank_positions(context_size(), context_size() * query.shape[1])
     arrays = _heads_first(query, all_gather_sequence(key), all_gather_sequence(value))
-    segments = None
     if segment_ids is not None:
-        segments = (segment_ids, all_gather_sequence(segment_ids))
-    output = run(*arrays, positions, context_rank(), segments, window, cap, sinks)
-    return _heads_last(output)
+        segment_ids = (segment_ids, all_gather_sequence(segment_ids))
+    mask = dataclasses.replace(mask, segment_ids=segment_ids)
+    return _heads_last(kernel(*arrays, mask, positions, context_rank(), cap))
 
 
-def _cudnn(window, cap, sinks, query, key, value):
+def _cudnn(mask, cap, query, key, value):
     """Attends by NVIDIA's flash attention, causal without a mask array, which has no soft cap."""
     if cap is not None:
         raise ValueError("cuDNN has no soft cap on scores; take implementation=xla")
-    if sinks:
+    if mask.sinks:
         raise ValueError("cuDNN has no mask for sinks; take implementation=xla")
     output = jax.nn.dot_product_attention(
         split_heads(query),
@@ -116,14 +111,14 @@ def _cudnn(window, cap, sinks, query, key, value):
         split_heads(value),
         is_causal=True,
         scale=1.0,
-        local_window_size=None if window is None else (window - 1, 0),
+        local_window_size=None if mask.window is None else (mask.window - 1, 0),
         implementation="cudnn",
     )
     return join_heads(output)
 
 
 _IMPLEMENTATIONS = {
-    "xla": functools.partial(_by_blocks, attend_pairs),
+    "xla": functools.partial(_by_blocks, blockwise_attention),
     "splash": functools.partial(_by_blocks, splash),
     "cudnn": _cudnn,
 }

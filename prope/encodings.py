@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from prope.rope import frequencies, num_rotated_pairs, phase_per_token, phase_table
-from prope.stack.layers import head_dim, layer_kinds, layer_windows, layers, layers_at
+from prope.stack.layers import head_dim, layer_kinds, layer_windows, layers, select_layers
 
 
 def partial_frequencies(head_dim: int, max_wavelength: float, rope_percentage: float) -> np.ndarray:
@@ -343,7 +343,7 @@ class Band(NamedTuple):
 
     first: int
     last: int
-    place: str | None  # of the layers, as `layers_at` takes it; None: all
+    place: str | None  # of the layers, as `select_layers` takes it; None: all
     layers: list[int]
     num_pairs: int  # that a head of these layers has, at most
 
@@ -358,7 +358,7 @@ def parse_band(model, text: str) -> Band:
     Raises ValueError where there are no such pairs in these layers, or no such layers.
     """
     pairs, _, place = text.partition("@")
-    numbers = layers_at(model, place if "@" in text else None)
+    numbers = select_layers(model, place if "@" in text else None)
     if len(numbers) == model.num_layers:
         place = ""
     all_layers = layers(model)

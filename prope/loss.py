@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from prope.kernels.matmul import einsum, einsum_to_float32
+from prope.kernels.matmul import einsum_to_float32
 from prope.kernels.softcap import softcap, softcap_slope
 from prope.sharding import (
     constrain,
@@ -138,7 +138,7 @@ def _add_chunk(cap, entries, table, grad_table, chunk):
 def _matmul_gradients(grad_logits, rows, table, axes):
     """Returns the gradients of rows [R, D] and table [V, D] from those of their logits."""
     # Float32 where a gradient is still to be summed over the vocabulary's shards.
-    multiply = einsum_to_float32 if axes else einsum
+    multiply = einsum_to_float32 if axes else jnp.einsum
     grad_rows = multiply("RV,VD->RD", grad_logits, table)
     grad_table = einsum_to_float32("RV,RD->VD", grad_logits, rows)
     return grad_rows, grad_table

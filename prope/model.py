@@ -32,7 +32,8 @@ from ml_collections import ConfigDict, FrozenConfigDict
 from prope.attention import attention
 from prope.encodings import logit_scale, rotation_tables
 from prope.kernels.gated_mlp import ACTIVATIONS, gated_mlp
-from prope.kernels.matmul import einsum, einsum_to_float32
+from prope.kernels.mask import Mask
+from prope.kernels.matmul import einsum_to_float32
 from prope.kernels.softcap import softcap
 from prope.rope import rotate
 from prope.sharding import all_gather_param, constrain, context_size, embedding_lookup
@@ -99,7 +100,7 @@ class Einsum(nn.Module):
     def __call__(self, equation, x):
         w = self.get_variable("params", "w").astype(x.dtype)
         w_axes = equation.split(",")[1].split("->")[0]
-        out = einsum(equation, x, all_gather_param(w, w_axes))
+        out = jnp.einsum(equation, x, all_gather_param(w, w_axes))
         if not self.use_bias:
             return out
         bias = self.get_variable("params", "b").astype(x.dtype)
@@ -136,11 +137,13 @@ class Attention(nn.Module):
             query = RMSNorm(config.norm_epsilon, name="query_norm")(query)
         key, value, memory = self._keys_and_values(x, memory, decoding)
         # In float32, and rounded once: a factor that is no power of 2 would round once more.
-        query = self._scale_query(query.astype(jnp.float32))
+        query = query.astype(jnp.float32) * logit_scale(config, self.layer.is_local)
         unrotated = (query.astype(x.dtype), key, value)
         query, key, value = self.rotate_fn(query, key, value, table)
-        captured = Captured(*unrotated, query.astype(x.dtype), key)
-        self._capture(captured)
+        if key is not None:  # for `run_layer`; elsewhere nothing is stored
+            captured = Captured(*unrotated, query.astype(x.dtype), key)
+            for name, array in captured._asdict().items():
+                self.sow("captured", name, array, reduce_fn=lambda _, new: new)
         scale = config.attention_scale or self.layer.head_dim**-0.5
         query = (query * scale).astype(x.dtype)
         query = checkpoint_name(constrain(query, "BTNH"), "query")
@@ -157,16 +160,17 @@ class Attention(nn.Module):
             stored = {name: array[decoding.index] for name, array in memory[kind].items()}
             key = stored["key"].swapaxes(1, 2)
             value = stored["value"].swapaxes(1, 2)
+        implementation = config.attention
+        if config.global_attention and not self.layer.is_local:
+            implementation = config.global_attention
         out = attention(
             query,
             key,
             value,
-            segment_ids=segment_ids,
+            Mask(segment_ids, self.layer.window, self.layer.sinks),
+            config.attention_softcap,
             **cached,
-            window=self.layer.window,
-            cap=config.attention_softcap,
-            sinks=self.layer.sinks,
-            implementation=self._implementation(),
+            implementation=implementation,
         )
         out = Einsum(name="attn_vec_einsum")("BTNH,NHD->BTD", out)
         return constrain(out, "BTD"), memory
@@ -196,26 +200,6 @@ class Attention(nn.Module):
         if config.use_value_norm:
             value = RMSNorm(config.norm_epsilon, use_scale=False)(value)
         return key, value
-
-    def _implementation(self) -> str:
-        config = self.config
-        return (
-            config.attention if self.layer.is_local else config.global_attention or config.attention
-        )
-
-    def _scale_query(self, query):
-        """Scales queries, and so the logits, as the encoding says."""
-        scale = logit_scale(self.config, self.layer.is_local)
-        if scale == 1:
-            return query
-        return query * scale
-
-    def _capture(self, captured: Captured) -> None:
-        """Hands the inputs of attention to `run_layer`; elsewhere nothing is stored."""
-        if captured.key is None:
-            return
-        for name, array in captured._asdict().items():
-            self.sow("captured", name, array, reduce_fn=lambda _, new: new)
 
 
 def _write_cache(cache: dict[str, jax.Array], new: dict[str, jax.Array], decoding: Decoding):

@@ -86,17 +86,6 @@ def num_shards(letter: str) -> int:
     return _size(mesh, _MESH_AXES.get(letter, ()))
 
 
-def platform() -> str:
-    """Returns the platform of the devices of the surrounding `use`; outside, of JAX's default.
-
-    It is "" for a mesh that has a shape and no devices.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return jax.default_backend()
-    return getattr(mesh.abstract_device, "platform", "")
-
-
 def constrain(x: jax.Array, axes: str) -> jax.Array:
     """Shards x as an activation with these axes, such as "BTNH"."""
     mesh = jax.sharding.get_abstract_mesh()

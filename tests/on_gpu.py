@@ -19,6 +19,7 @@ import oracles
 from support import models
 
 from prope.kernels.choice import choose_implementation, matmul_precision
+from prope.kernels.mask import Mask
 from prope.loss import token_losses
 from prope.model import head, hidden_states
 from prope.rope import apply_p_rope
@@ -65,7 +66,7 @@ def attention_errors(implementation: str, dtype: str, shape: tuple, T: int) -> E
         expected = oracles.attention(*arrays, seen, cotangent)
         with matmul_precision(dtype):
             ours = models.attention_with_gradients(
-                *arrays, cotangent, implementation=implementation, window=window
+                *arrays, cotangent, Mask(window=window), implementation=implementation
             )
         name = f"{implementation} {dtype} N={N} K={K} H={H} window={window}"
         for index, part in enumerate(("output", "dq", "dk", "dv")):

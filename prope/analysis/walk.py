@@ -24,7 +24,7 @@ from prope.kernels.choice import matmul_precision
 from prope.loss import token_losses
 from prope.runtime import processes, watchdog
 from prope.stack import parameters
-from prope.stack.layers import Layer, first_sharing_layer, key_value_sources, layers, places
+from prope.stack.layers import Layer, first_sharing_layer, key_value_sources, layers, stack_rows
 from prope.workdir.reader import Damaged
 from prope.workdir.run import Run
 
@@ -62,7 +62,7 @@ class Walk:
         self._tables = rotation_tables(config, positions, T)
         self.layers = layers(config)  # [L]
         self.scoring = [_scoring(config, layer) for layer in self.layers]  # [L]
-        self._places = places(config)
+        self._places = stack_rows(config)
         sources = key_value_sources(config)
         self._shared = set(sources[first_sharing_layer(config) :])  # whose keys others take
         self._mesh = sharding.make_mesh()

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from prope import sharding
 from prope.cost import flops
 from prope.errors import UsageError, first_line, log, usage_error
-from prope.kernels.matmul import einsum
+from prope.kernels.mask import CAUSAL
 from prope.kernels.splash import Blocks, choose_blocks, splash
 from prope.rope import apply_p_rope
 from prope.runtime import xla_flags
@@ -157,7 +157,7 @@ def _attention_gradient(blocks: Blocks, T: int) -> Callable:
     positions = np.arange(T)[None]
 
     def loss(query, key, value):
-        attended = splash(query, key, value, positions, rank=0, blocks=blocks)
+        attended = splash(query, key, value, CAUSAL, positions, rank=0, blocks=blocks)
         return attended.astype(jnp.float32).sum()
 
     return jax.jit(jax.grad(loss, (0, 1, 2)))
@@ -232,7 +232,9 @@ def _repeat_step(step: jax.stages.Compiled, prepared: Prepared) -> Callable[[], 
 
 def repeat_matmul(square: jax.Array, repeats: int) -> Callable[[], jax.Array]:
     """Builds a program that squares a matrix `repeats` times, each time into the same memory."""
-    matmul = jax.jit(lambda x, old: einsum("RD,DF->RF", x, x), donate_argnums=1, keep_unused=True)
+    matmul = jax.jit(
+        lambda x, old: jnp.einsum("RD,DF->RF", x, x), donate_argnums=1, keep_unused=True
+    )
     result = jnp.zeros_like(square)
 
     def program():

@@ -26,7 +26,7 @@ from prope.errors import log, usage_error
 from prope.kernels.choice import matmul_precision
 from prope.runtime import processes
 from prope.runtime.files import read_text
-from prope.stack.layers import Layer, by_stack, layers, places
+from prope.stack.layers import Layer, by_stack, layers, stack_rows
 from prope.workdir.run import Run, open_run
 
 _CHUNK = 512  # most tokens of a prompt that are read at a time
@@ -235,7 +235,7 @@ def split_layers(config: ConfigDict, params: model.Params) -> model.Params:
 
     stacked_layers = by_stack(config, params["layers"])
     rows = {stack: split(stacked) for stack, stacked in stacked_layers.items()}
-    return params | {"layers": tuple(rows[stack][row] for stack, row in places(config))}
+    return params | {"layers": tuple(rows[stack][row] for stack, row in stack_rows(config))}
 
 
 def sample_tokens(sampling: Sampling, logits: Logits, keys: jax.Array, positions: Rows) -> Rows:

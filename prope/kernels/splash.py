@@ -8,6 +8,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from prope.kernels.mask import Mask
+
 
 class Blocks(NamedTuple):
     """Sizes in tokens of the kernels' blocks, and when one kernel computes all gradients.
@@ -76,12 +78,10 @@ def splash(
     query,
     key,
     value,
+    mask: Mask,
     positions,
     rank,
-    segments=None,
-    window: int | None = None,
     cap: float | None = None,
-    sinks: int = 0,
     blocks: Blocks | None = None,
 ):
     """Attends causally, [B, K, G, T, H] to [B, K, S, H].
@@ -90,39 +90,37 @@ def splash(
       query: scaled.
       key: not scaled.
       value: not scaled.
+      mask: without sinks: LocalMask has none.
       positions: [C, T], positions in the sequence of the queries of every context rank.
       rank: which of them this device has.
-      segments: ids of queries and keys; with them, a query sees keys of its own segment only.
-      window: how many keys a query sees, its own included; None: all up to its own.
       cap: soft cap on the scores; None: none.
-      sinks: must be 0: LocalMask has none.
       blocks: by default those for the chip.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    if sinks:
+    if mask.sinks:
         raise ValueError("splash has no mask for sinks; take implementation=xla")
     G = query.shape[2]
     S = key.shape[2]
     C = len(positions)
-    if window is None:
-        mask = _compact_mask(masks.CausalMask)((S, S))
+    if mask.window is None:
+        lazy_mask = _compact_mask(masks.CausalMask)((S, S))
     else:
-        mask = _compact_mask(masks.LocalMask)((S, S), (window - 1, 0), 0)
-    mask.q_sequence = positions.reshape(-1).astype("int32")
+        lazy_mask = _compact_mask(masks.LocalMask)((S, S), (mask.window - 1, 0), 0)
+    lazy_mask.q_sequence = positions.reshape(-1).astype("int32")
     attend = kernel.make_splash_mqa(
-        masks.MultiHeadMask([mask] * G),
+        masks.MultiHeadMask([lazy_mask] * G),
         head_shards=1,
         q_seq_shards=C,
-        block_sizes=_block_sizes(kernel, query, S, C, window, blocks),
+        block_sizes=_block_sizes(kernel, query, S, C, mask.window, blocks),
         residual_checkpoint_name="attention_out",
         attn_logits_soft_cap=cap,
     )
     if C > 1:
         attend = _rows_of_rank(attend, C, rank)
     over_kv_heads = jax.vmap(attend, in_axes=(0, 0, 0, None))
-    segment_ids = None if segments is None else kernel.SegmentIds(*segments)
+    segment_ids = None if mask.segment_ids is None else kernel.SegmentIds(*mask.segment_ids)
     return jax.vmap(over_kv_heads)(query, key, value, segment_ids)
 
 

@@ -37,7 +37,7 @@ class Layer(NamedTuple):
         return self.kind == SLIDING
 
 
-class Place(NamedTuple):
+class StackRow(NamedTuple):
     """Where the parameters of a layer are."""
 
     stack: str  # "" where all layers are in one
@@ -49,24 +49,24 @@ def layer_kinds(model) -> list[str]:
     return repeat_pattern(model.layer_types, model.num_layers)
 
 
-def layers_at(model, place: str | None = None) -> list[int]:
-    """Returns the numbers of the layers at a place: full, sliding, 3 or 0-5; None: of all.
+def select_layers(model, which: str | None = None) -> list[int]:
+    """Returns the numbers of the layers that are named: full, sliding, 3 or 0-5; None: all.
 
-    Raises ValueError, with the places that there are, where no layer is there.
+    Raises ValueError, with the names that there are, where this names none.
     """
     kinds = layer_kinds(model)
     numbers = list(range(model.num_layers))
-    if place is None:
+    if which is None:
         return numbers
-    found = [number for number in numbers if kinds[number] == place + _ATTENTION]
-    interval = re.fullmatch(r"(\d+)(?:-(\d+))?", place)
+    found = [number for number in numbers if kinds[number] == which + _ATTENTION]
+    interval = re.fullmatch(r"(\d+)(?:-(\d+))?", which)
     if interval:
         first = int(interval[1])
         last = int(interval[2] or first)
         found = numbers[first : last + 1] if last < len(numbers) else []
     if not found:
         present = " and ".join(kind.removesuffix(_ATTENTION) for kind in dict.fromkeys(kinds))
-        raise ValueError(f"there are no layers {place!r}, only 0 to {numbers[-1]}, all {present}")
+        raise ValueError(f"there are no layers {which!r}, only 0 to {numbers[-1]}, all {present}")
     return found
 
 
@@ -140,11 +140,11 @@ def by_stack(model, layer_params: dict) -> dict[str, Any]:
     return {"": layer_params} if "" in stacks(model) else layer_params
 
 
-def places(model) -> list[Place]:
+def stack_rows(model) -> list[StackRow]:
     """Returns where the parameters of every layer are, [L]."""
     by_number = {}
     for stack, numbers in stacks(model).items():
-        by_number |= {number: Place(stack, row) for row, number in enumerate(numbers)}
+        by_number |= {number: StackRow(stack, row) for row, number in enumerate(numbers)}
     return [by_number[number] for number in range(model.num_layers)]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from prope.stack.layers import by_stack, first_sharing_layer, layers, places
+from prope.stack.layers import by_stack, first_sharing_layer, layers, stack_rows
 
 # What a layer saves for its backward pass besides its input, by config.model.remat; the rest is
 # recomputed. "attention_out" is attention's output with its logsumexp, so that attention is not
@@ -75,8 +75,8 @@ def _scan(config, run_layer, carry, numbers, params, per_layer):
         carry = _scan_periods(config, run_layer, carry, scanned, period, stacked, per_layer)
     rest = numbers[num_scanned:]
     if rest:
-        rest_arrays = _rows(per_layer, rest.start, len(rest))
-        carry = _run_in_turn(config, run_layer, carry, rest, stacked, rest_arrays)
+        rest_arrays = _slice_layers(per_layer, rest.start, len(rest))
+        carry = _run_unrolled(config, run_layer, carry, rest, stacked, rest_arrays)
     return carry
 
 
@@ -84,14 +84,14 @@ def _scan_periods(config, run_layer, carry, numbers, period, stacked, per_layer)
     """Scans over the layers `numbers`, whole periods, of which the first tells what a step runs."""
     repetitions = len(numbers) // period
     first_period = numbers[:period]
-    place = places(config)
-    in_period = collections.Counter(place[number].stack for number in first_period)
+    rows = stack_rows(config)
+    in_period = collections.Counter(rows[number].stack for number in first_period)
 
     def run_period(carry, scanned):
-        return _run_in_turn(config, run_layer, carry, first_period, *scanned), None
+        return _run_unrolled(config, run_layer, carry, first_period, *scanned), None
 
     def fold(tree, first, count):
-        tree = _rows(tree, first, repetitions * count)
+        tree = _slice_layers(tree, first, repetitions * count)
         return jax.tree.map(lambda x: x.reshape(repetitions, count, *x.shape[1:]), tree)
 
     # The first of these layers are the first ones of their stacks.
@@ -102,25 +102,25 @@ def _scan_periods(config, run_layer, carry, numbers, period, stacked, per_layer)
     return carry
 
 
-def _run_in_turn(config, run_layer, carry, numbers, stacked, per_layer):
+def _run_unrolled(config, run_layer, carry, numbers, stacked, per_layer):
     """Runs consecutive layers one after the other, neighbours that are built alike as a loop.
 
     `stacked` has the parameters by stack, `per_layer` an element for each of these layers.
     """
     all_layers = layers(config)
-    place = places(config)
+    rows = stack_rows(config)
     for _, group in itertools.groupby(numbers, key=all_layers.__getitem__):
-        alike = list(group)
-        stack, row = place[alike[0]]
-        count = len(alike)
-        index = alike[0] - numbers[0]
-        layer_params = _rows(stacked[stack], row, count)
-        layer_arrays = _rows(per_layer, index, count)
-        carry = _run_alike(config, run_layer, carry, alike, layer_params, layer_arrays)
+        identical = list(group)
+        stack, row = rows[identical[0]]
+        count = len(identical)
+        index = identical[0] - numbers[0]
+        layer_params = _slice_layers(stacked[stack], row, count)
+        layer_arrays = _slice_layers(per_layer, index, count)
+        carry = _scan_identical(config, run_layer, carry, identical, layer_params, layer_arrays)
     return carry
 
 
-def _run_alike(config, run_layer, carry, numbers, params, per_layer):
+def _scan_identical(config, run_layer, carry, numbers, params, per_layer):
     """Runs layers that are built alike: `params` and `per_layer` have an element for each."""
 
     def run(carry, scanned):
@@ -131,7 +131,7 @@ def _run_alike(config, run_layer, carry, numbers, params, per_layer):
     return carry
 
 
-def _rows(tree, first: int, count: int):
+def _slice_layers(tree, first: int, count: int):
     """Takes `count` elements from `first` on, of every array."""
     end = first + count
 

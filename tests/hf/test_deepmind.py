@@ -24,7 +24,7 @@ from prope.errors import UsageError
 from prope.golden.check import FLOAT32, check, load_cases
 from prope.hf.importer import import_run
 from prope.stack import parameters
-from prope.stack.layers import layers, places
+from prope.stack.layers import layers, stack_rows
 from prope.workdir.run import open_run
 
 VERSION = "4.0.1"
@@ -108,7 +108,7 @@ def deepmind_arrays(
         if stack is None:
             arrays[path] = leaf
             continue
-        for number, place in enumerate(places(model)):
+        for number, place in enumerate(stack_rows(model)):
             if place.stack == stack:
                 name = parameters.row_path(path).removeprefix("layers/")
                 arrays[f"layer_{number}/{name}"] = leaf[place.row]

@@ -1,15 +1,23 @@
-"""Splash attention's blocks: each chip's compile for it, and all compute the same."""
+"""Splash attention's blocks: each chip's compile for it; matmuls of bfloat16."""
 
+import functools
+import math
 import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
 import pytest
+from support.bounds import sum_bound
 from support.commands import ROOT, needs_libtpu
 from support.models import check_attention
 from support.models import draw_attention as draw
 
 from prope.kernels import splash
+from prope.kernels.matmul import einsum_to_float32
 from prope.runtime import xla_flags
 
 
@@ -19,6 +27,33 @@ def test_blocks_do_not_change_what_is_computed(interpreted, monkeypatch, fused):
     blocks = splash.Blocks(256, 128, 128, 128, fused_bytes)
     monkeypatch.setattr(splash, "choose_blocks", lambda *_: blocks)
     check_attention(*draw(256, 256, 2, 1, H=128), implementation="splash")
+
+
+EQUATIONS = (
+    "BTD,CKDH->BTCKH",
+    "RF,RD->FD",
+    "RD,VD->RV",
+    "BKRH,BKSH->BKRS",
+    "BKRS,BKSH->BKRH",
+    "BKRS,BKRH->BKSH",
+)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_sums_of_bfloat16_products_are_float32(equation, rows):
+    """One row too, for which a CPU has other programs."""
+    sizes = dict(zip("BCDFHKRSTV", (2, 2, 33, 3, 16, 2, rows, 7, 3, 6), strict=True))
+    rng = np.random.default_rng(0)
+    axes, result = equation.split("->")
+    shapes = [[sizes[axis] for axis in letters] for letters in axes.split(",")]
+    x, y = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes)
+    sums = jax.jit(functools.partial(einsum_to_float32, equation))(x, y)
+    assert sums.dtype == jnp.float32
+    expected = np.einsum(equation, oracles.float64(x), oracles.float64(y))
+    magnitude = np.einsum(equation, abs(oracles.float64(x)), abs(oracles.float64(y))).max()
+    terms = math.prod(sizes[axis] for axis in set(axes) - {","} - set(result))
+    np.testing.assert_allclose(sums, expected, rtol=0, atol=sum_bound(terms, magnitude))
 
 
 @pytest.mark.parametrize(

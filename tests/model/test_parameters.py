@@ -12,7 +12,6 @@ from support.models import initial_params, leaves_by_path, small
 
 from prope import model, sharding
 from prope.cost.flops import num_parameters
-from prope.optimizer import has_weight_decay
 from prope.stack import parameters
 from prope.workdir.hashes import hash_arrays
 
@@ -93,11 +92,6 @@ def test_what_a_switch_adds_is_there_where_the_config_has_it():
     assert leaves_by_path(initial_shapes(small())).keys() == plain
 
 
-def test_matrices_decay_and_scales_do_not():
-    decay = leaves_by_path(has_weight_decay(initial_shapes(small(**SIZES))))
-    assert decay == {path: is_matrix(path) for path in EXPECTED}
-
-
 def test_parameters_and_moments_are_sharded_by_their_axes(monkeypatch):
     monkeypatch.setattr(sharding, "_MIN_SHARD_SIZE", 0)
     mesh = AbstractMesh((1, 2, 2, 2), sharding._AXES)
@@ -127,9 +121,8 @@ def read_config(name, *arguments):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("quickstart",), "9c55f44410ac4337"),
-        pytest.param(("gemma3_like", "tiny"), "2b571a5f05abfaaa", marks=pytest.mark.slow),
-        pytest.param(("gemma4_like", "tiny"), "43b14020b503f33e", marks=pytest.mark.slow),
+        (("gemma4_like", "tiny"), "43b14020b503f33e"),
+        pytest.param(("quickstart",), "9c55f44410ac4337", marks=pytest.mark.slow),
     ],
 )
 def test_initial_values_are_those_of_every_version(arguments, expected):

@@ -84,14 +84,7 @@ def test_p_zero_and_position_zero_are_the_identity(first_position, p):
     np.testing.assert_array_equal(rotated, inputs)
 
 
-def test_p_one_rotates_every_pair():
-    positions = np.arange(1, 9, dtype=np.int32)[None]
-    inputs = draw(64, positions)
-    rotated = apply_p_rope(inputs, positions, 64, rope_percentage=1.0)
-    assert np.all(np.asarray(rotated) != inputs)
-
-
-@pytest.mark.parametrize("p", [0.25, 0.75])
+@pytest.mark.parametrize("p", [0, 0.25, 0.75, 1])
 def test_the_right_lanes_move(p):
     """A one-hot input moves its lane and that lane's partner, half a head away, or nothing."""
     d = 32
@@ -179,18 +172,6 @@ def test_the_gradient_is_the_inverse_rotation():
     assert_close(gradient, oracle(cotangent, -positions, p=0.5))
 
 
-def test_vmap_is_a_loop():
-    positions = np.array([[0, 3, 70_000]], np.int32)
-    inputs = np.stack([draw(64, positions, seed) for seed in range(3)])
-
-    def rotate(x):
-        return apply_p_rope(x, positions, 64)
-
-    mapped = jax.vmap(rotate)(inputs)
-    looped = np.stack([rotate(x) for x in inputs])
-    np.testing.assert_array_equal(mapped, looped)
-
-
 def rotate_interleaved(x, positions):
     """RoFormer's rotation of x [T, d] in float64, whose pairs are lanes 2k and 2k + 1."""
     d = x.shape[-1]
@@ -228,56 +209,50 @@ GOOD_INPUT = {
     "positions": np.array([[0, 1]], np.int32),
     "head_dim": 64,
 }
-ODD = {"inputs": np.ones((1, 2, 1, 63), np.float32), "head_dim": 63}
-FLAT = np.arange(2, dtype=np.int32)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"rope_percentage": 1.5}, ValueError, "rope_percentage .*1.5"),
-        ({"rope_percentage": -0.1}, ValueError, "rope_percentage .*-0.1"),
-        ({"rope_percentage": math.nan}, ValueError, "rope_percentage .*nan"),
-        ({"rope_percentage": None}, TypeError, "rope_percentage must be a number.*None"),
-        ({"rope_percentage": "0.5"}, TypeError, "rope_percentage must be a number.*0.5"),
-        ({"rope_percentage": [0.5]}, TypeError, "rope_percentage must be a number.*0.5"),
-        ({"max_wavelength": "1e4"}, TypeError, "max_wavelength must be a number.*1e4"),
-        ({"max_wavelength": 1}, ValueError, "max_wavelength .*1"),
-        ({"max_wavelength": math.inf}, ValueError, "max_wavelength .*inf"),
-        ({"head_dim": 32}, ValueError, "head_dim=32.*64"),
-        ({"head_dim": "64"}, TypeError, "head_dim must be a number.*64"),
-        ({"head_dim": 0, "inputs": np.ones((1, 2, 1, 0))}, ValueError, "head_dim must be .*0"),
-        (ODD, ValueError, "head_dim must be even.*63"),
-        ({"positions": FLAT}, ValueError, r"positions must be \[B, T\]=\(1, 2\).*\(2,\)"),
-        (
-            {"positions": np.ones((1, 2), np.float32)},
-            TypeError,
-            "positions must be integers.*float32",
-        ),
-        (
-            {"positions": jnp.ones((1, 2), jnp.bfloat16)},
-            TypeError,
-            "positions must be integers.*bfloat16",
-        ),
-        ({"positions": [[0.0, 1.0]]}, TypeError, "positions must be integers.*float32"),
-        ({"positions": [[True, False]]}, TypeError, "positions must be integers.*bool"),
-        ({"positions": [["0", "1"]]}, TypeError, "positions must be an array: .*'0'"),
-        ({"positions": [[0], [1, 2]]}, TypeError, "positions must be an array: .*shape"),
-        ({"positions": None}, TypeError, "positions must be an array: None"),
-        ({"positions": np.array([[0, 2**31]])}, ValueError, "fit into 32 bits; got 2147483648"),
-        ({"positions": np.array([[0, -(2**40)]])}, ValueError, "fit into 32 bits; got -1099"),
-        ({"positions": [[0, 2**40]]}, TypeError, "positions must be an array: .*1099511627776"),
-        *(
-            ({"inputs": np.ones((1, 2, 1, 64), dtype)}, TypeError, f"must be floats.*{dtype}")
-            for dtype in ("int32", "uint8", "bool", "complex64")
-        ),
-        ({"inputs": np.ones((1, 2, 1, 64), object)}, TypeError, "inputs must be an array"),
-        ({"inputs": np.ones((1, 2, 64), np.float32)}, ValueError, r"got shape \(1, 2, 64\)"),
-    ],
-)
-def test_bad_input_is_refused_with_its_value(change, error, message):
-    with pytest.raises(error, match=message):
+# The error, what it must say beside the name of the argument, and what is given.
+REFUSED = [
+    (ValueError, "1.5", {"rope_percentage": 1.5}),
+    (ValueError, "-0.1", {"rope_percentage": -0.1}),
+    (ValueError, "nan", {"rope_percentage": math.nan}),
+    (TypeError, "None", {"rope_percentage": None}),
+    (TypeError, "'0.5'", {"rope_percentage": "0.5"}),
+    (TypeError, "[0.5]", {"rope_percentage": [0.5]}),
+    (TypeError, "'1e4'", {"max_wavelength": "1e4"}),
+    (ValueError, "1.0", {"max_wavelength": 1}),
+    (ValueError, "inf", {"max_wavelength": math.inf}),
+    (ValueError, "64", {"head_dim": 32}),
+    (TypeError, "'64'", {"head_dim": "64"}),
+    (ValueError, "0", {"head_dim": 0, "inputs": np.ones((1, 2, 1, 0))}),
+    (ValueError, "63", {"head_dim": 63, "inputs": np.ones((1, 2, 1, 63), np.float32)}),
+    (ValueError, "(2,)", {"positions": np.arange(2, dtype=np.int32)}),
+    (TypeError, "float32", {"positions": np.ones((1, 2), np.float32)}),
+    (TypeError, "bfloat16", {"positions": jnp.ones((1, 2), jnp.bfloat16)}),
+    (TypeError, "float32", {"positions": [[0.0, 1.0]]}),
+    (TypeError, "bool", {"positions": [[True, False]]}),
+    (TypeError, "'0'", {"positions": [["0", "1"]]}),
+    (TypeError, "shape", {"positions": [[0], [1, 2]]}),
+    (TypeError, "None", {"positions": None}),
+    (ValueError, "2147483648", {"positions": np.array([[0, 2**31]])}),
+    (ValueError, "-1099511627776", {"positions": np.array([[0, -(2**40)]])}),
+    (TypeError, "1099511627776", {"positions": [[0, 2**40]]}),
+    *(
+        (TypeError, dtype, {"inputs": np.ones((1, 2, 1, 64), dtype)})
+        for dtype in ("int32", "uint8", "bool", "complex64")
+    ),
+    (TypeError, "must be an array", {"inputs": np.ones((1, 2, 1, 64), object)}),
+    (ValueError, "(1, 2, 64)", {"inputs": np.ones((1, 2, 64), np.float32)}),
+]
+
+
+@pytest.mark.parametrize(("error", "value", "change"), REFUSED)
+def test_bad_input_is_refused_with_its_name_and_value(error, value, change):
+    with pytest.raises(error) as refused:
         apply_p_rope(**(GOOD_INPUT | change))
+    message = str(refused.value)
+    assert next(iter(change)) in message
+    assert value in message
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 1, 64), (1, 0, 1, 64), (1, 2, 0, 64)])

@@ -160,16 +160,18 @@ def check(transform, dtype, mesh, sizes=(1, 1, 1)):
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("transform", ALL)
+def test_every_transformation_gives_the_rotation(transform, mesh):
+    check(transform, "float32", mesh)
+
+
+# A dtype and a transformation meet in the last cast, and in the positions' dtype.
 @pytest.mark.parametrize(
-    "dtype", ["float32", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:])]
+    "transform",
+    ["call", *(pytest.param(t, marks=pytest.mark.slow) for t in ("jacrev", "shard_map", "pallas"))],
 )
-def test_every_transformation_gives_the_rotation(dtype, transform, mesh):
-    check(transform, dtype, mesh)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_is_rotated(dtype):
-    check("call", dtype, "explicit")
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_every_dtype_is_rotated(dtype, transform):
+    check(transform, dtype, "explicit")
 
 
 @pytest.mark.slow

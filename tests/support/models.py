@@ -12,9 +12,11 @@ from ml_collections import FrozenConfigDict
 from prope import attention, model
 from prope.config import default_config
 from prope.encodings import layer_frequencies
+from prope.kernels.mask import CAUSAL
 from prope.rope import rotation_table
 from prope.stack import parameters
 from prope.stack.layers import layers
+from support.bounds import MULTIPLE, assert_equal_but_rounding, measure_rounding
 
 
 def draw_inputs(d, positions, seed=0, heads=2, dtype=np.float32):
@@ -43,39 +45,45 @@ def draw_segments(B, T, seed=2):
     return jnp.asarray(segments, jnp.int32)
 
 
-def scaled_attention(query, key, value, **options):
+def scaled_attention(query, key, value, mask=CAUSAL, **options):
     """Attention of queries that are not scaled yet, as the formula has them."""
     scaled = query.astype(jnp.float32) * query.shape[-1] ** -0.5
-    return attention.attention(scaled.astype(query.dtype), key, value, **options)
+    return attention.attention(scaled.astype(query.dtype), key, value, mask, **options)
 
 
-def attention_with_gradients(query, key, value, cotangent, segments=None, **options):
+def attention_with_gradients(query, key, value, cotangent, mask=CAUSAL, **options):
     """Attention's output and the cotangents of query, key and value, compiled anew."""
 
-    def run(query, key, value, cotangent, segments):
-        attend = functools.partial(scaled_attention, segment_ids=segments, **options)
+    def run(query, key, value, cotangent, mask):
+        attend = functools.partial(scaled_attention, mask=mask, **options)
         output, vjp = jax.vjp(attend, query, key, value)
         return output, *vjp(cotangent)
 
-    return jax.jit(run)(query, key, value, cotangent, segments)
+    return jax.jit(run)(query, key, value, cotangent, mask)
 
 
-def check_attention(
-    query, key, value, segments=None, rtol=5e-6, window=None, cap=None, sinks=0, **options
-):
-    """Compares attention and its gradients with the formula, relative to each largest value."""
+def check_attention(query, key, value, mask=CAUSAL, multiple=MULTIPLE, cap=None, **options):
+    """Compares attention and its gradients with the formula.
+
+    Each may differ by `multiple` times what one unit in the last place of the inputs, in their
+    dtype, moves the formula's result by.
+    """
     rng = np.random.default_rng(1)
     cotangent = jnp.asarray(rng.standard_normal(query.shape), query.dtype)
-    seen = oracles.causal_mask(query.shape[1], segments, window, sinks)
-    expected = oracles.attention(query, key, value, seen, cotangent, cap)
-    options |= {"window": window, "cap": cap, "sinks": sinks}
-    actual = attention_with_gradients(query, key, value, cotangent, segments, **options)
-    names = ("output", "query", "key", "value")
-    for name, ours, theirs in zip(names, actual, expected, strict=True):
-        assert ours.dtype == query.dtype, name
-        np.testing.assert_allclose(
-            oracles.float64(ours), theirs, rtol=0, atol=rtol * np.abs(theirs).max(), err_msg=name
-        )
+    seen = oracles.causal_mask(query.shape[1], mask.segment_ids, mask.window, mask.sinks)
+    formula = functools.partial(oracles.attention, seen=seen, cap=cap)
+    arrays = (query, key, value)
+
+    def name_results(*arrays):
+        return dict(zip(("output", "query", "key", "value"), arrays, strict=True))
+
+    def compute(query, key, value, cotangent):
+        return name_results(*formula(query, key, value, cotangent=cotangent))
+
+    expected, movement = measure_rounding(compute, *arrays, cotangent)
+    actual = attention_with_gradients(*arrays, cotangent, mask, cap=cap, **options)
+    assert {array.dtype for array in actual} == {query.dtype}
+    assert_equal_but_rounding(name_results(*actual), expected, movement, multiple)
 
 
 # The switches of config.model that any layers may have, at values that are not the defaults.

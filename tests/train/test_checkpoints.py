@@ -198,9 +198,7 @@ OTHER_CODE = {
     "another shape": {"final_norm/scale": TABLE["final_norm/scale"]._replace(axes="F")},
     "another name": {
         "earlier_norm/scale": TABLE["final_norm/scale"],
-        "final_norm/scale": TABLE["final_norm/scale"]._replace(
-            exists_where=(("use_qk_norm", True),)
-        ),
+        "final_norm/scale": TABLE["final_norm/scale"]._replace(exists_where="use_qk_norm"),
     },
 }
 
