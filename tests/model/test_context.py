@@ -176,7 +176,7 @@ def check_unknown():
     with sharding.use(mesh):
         params = initial_params(config.model)
         score = functools.partial(LossEvaluation._score, evaluation)
-        scores = jax.jit(score)(params, None, batch)
+        scores = jax.jit(score)(params, batch)
     is_unknown = (integers["targets"] == GEMMA_IDS.unk) & (weights > 0)
     np.testing.assert_array_equal(scores["unknown_tokens"], is_unknown.sum(axis=1))
 
