@@ -9,7 +9,6 @@ import hashlib
 import heapq
 import io
 import itertools
-import re
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -21,7 +20,7 @@ from prope.data.sources.base import Source, cut_text
 from prope.data.sources.find import find_source, weighted_sources
 from prope.data.store.pack import is_validation
 from prope.data.tokenizer import GEMMA_IDS, load_tokenizer
-from prope.errors import log, usage_error
+from prope.errors import first_line, log, usage_error
 from prope.runtime.files import is_url, write_output
 from prope.runtime.validate import validate
 
@@ -143,8 +142,6 @@ def _learn(lines: list[bytes], vocab_size: int, model_type: str) -> bytes:
             minloglevel=1,
         )
     except (RuntimeError, OSError) as error:
-        reason = re.sub(r"^.*\]\s*| or decrease .*", "", str(error).strip())
-        problem = f"SentencePiece cannot learn it from {len(lines):,} lines"
-        cause = reason or "it finds no text in them"
-        raise usage_error("--vocab_size", vocab_size, f"{problem}: {cause}") from None
+        problem = f"SentencePiece cannot learn it from {len(lines):,} lines: {first_line(error)}"
+        raise usage_error("--vocab_size", vocab_size, problem) from None
     return model.getvalue()

@@ -1,6 +1,5 @@
 """Tokenises the chunks of a source into files, in several processes; resumes after a stop."""
 
-import io
 import itertools
 import math
 import multiprocessing
@@ -51,32 +50,21 @@ def pack_chunks(
     num_workers = max(1, min(num_workers, len(missing)))
     settings = (data.tokenizer, data.validation_fraction, has_prompts)
     stats |= {"workers": num_workers, "tokens": 0}
-    with _progress_bar(source.num_bytes, source.num_bytes - missing_bytes) as bar:
+    done = source.num_bytes - missing_bytes
+    hidden = not sys.stderr.isatty()  # then a line of the log now and then
+    logged = time.monotonic()
+    options = {"unit": "B", "unit_scale": True, "desc": "data", "disable": hidden}
+    with tqdm(total=source.num_bytes, initial=done, **options) as bar:
         for number, record in _packed(missing, folder, num_workers, settings):
             records[number] = record
             stats["tokens"] += sum(record[split]["tokens"] for split in SPLITS)
-            bar.update(source.chunks[number].num_bytes)
+            num_bytes = source.chunks[number].num_bytes
+            bar.update(num_bytes)
+            done += num_bytes
+            if hidden and time.monotonic() - logged > _LOG_SECONDS:
+                logged = time.monotonic()
+                log.info("data: %.1f of %.1f MB are packed", done / 1e6, megabytes)
     return records
-
-
-class _LoggedBar(tqdm):
-    """A progress bar for where there is no terminal: a line of the log now and then."""
-
-    def __init__(self, **options):
-        super().__init__(file=io.StringIO(), **options)
-        self._logged = time.monotonic()
-
-    def update(self, n=1):
-        """Advances by `n`."""
-        super().update(n)
-        if time.monotonic() - self._logged > _LOG_SECONDS:
-            self._logged = time.monotonic()
-            log.info("%s", tqdm.format_meter(**self.format_dict | {"ncols": 0}))
-
-
-def _progress_bar(total: int, initial: int) -> tqdm:
-    bar = tqdm if sys.stderr.isatty() else _LoggedBar
-    return bar(total=total, initial=initial, unit="B", unit_scale=True, desc="data")
 
 
 def _packed(

@@ -139,12 +139,11 @@ class GeneratedWindows:
         indent = "    "
         text = text_of(window.stream)
         yield from textwrap.wrap(text, 110, initial_indent=indent, subsequent_indent=indent)
-        yield "  place  task       token    target  weight  distance  the answer is in"
+        yield "  place  task       distance  answer, read from"
         for place in np.flatnonzero(window.task >= 0):
             name = self._tasks.NAMES[window.task[place]]
             distance = window.distance[place]
-            token = text_of([window.stream[place]])
-            target = text_of([window.stream[place + 1]])
-            evidence = f"{text_of([window.stream[place - distance]])} at {place - distance}"
-            columns = f"  {place:5d}  {name:9s}  {token:7s}  {target:6s}  {1:6d}"
-            yield f"{columns}  {distance:8d}  {evidence}"
+            answer = text_of([window.stream[place + 1]])
+            evidence = text_of([window.stream[place - distance]])
+            columns = f"  {place:5d}  {name:9s}  {distance:8d}"
+            yield f"{columns}  {answer}, {evidence} at {place - distance}"
