@@ -3,16 +3,15 @@
 import io
 import itertools
 import textwrap
+import types
 from collections.abc import Iterator
 
 import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from prope.config import is_generated
 from prope.data.batch import Batch
 from prope.data.mixture import open_windows
-from prope.data.sources.find import weighted_sources
 from prope.data.store.arrays import Store, retry_tokens
 from prope.data.tasks.windows import GeneratedWindows
 from prope.data.tokenizer import load_tokenizer, token_name
@@ -35,9 +34,6 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
     """
     validate(config)
     data = config.data
-    if plot and all(is_generated(source.dataset) for _, source in weighted_sources(data)):
-        problem = f"{data.dataset} has no documents whose lengths could be drawn"
-        raise usage_error("--plot", plot, problem, "remove it")
     windows = open_windows(data, config.model.vocab_size, "train")
     rows = min(rows, config.batch_size)
     batch = train_batch(windows, config.seed, config.batch_size, step, range(rows))
@@ -55,10 +51,12 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
                     "weight": weight,
                     "documents_measured": len(measured),
                     "document_tokens": dict(zip(_QUANTILES, quantiles.tolist(), strict=True)),
-                    "mean_document_tokens": round(float(measured.mean()), 1),
                     "longer_than_window": round(float((measured > data.seq_len).mean()), 4),
                 }
             )
+    if plot and not lengths:
+        problem = f"{data.dataset} has no documents whose lengths could be drawn"
+        raise usage_error("--plot", plot, problem, "remove it")
     if plot:
         draw_lengths(lengths, data.seq_len, plot)
     segments = [np.unique(ids[ids > 0]) for ids in batch["segment_ids"]]
@@ -70,7 +68,6 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
         "steps_per_epoch": round(windows.count / config.batch_size, 2),
         "documents_in_rows": sum(map(len, segments)),
         "weight_share": round(float(batch["weights"].mean()), 4),
-        "last_position": int(batch["positions"].max()),
         "sources": sources,
         "fingerprint": windows.store.fingerprint,
         "plot": plot,
@@ -79,14 +76,14 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
 
 def _print_rows(config: ConfigDict, windows, step: int, batch: Batch) -> None:
     tokenizer = load_tokenizer(config.data.tokenizer)
+    if isinstance(windows, GeneratedWindows):
+        special = windows.store.special
+        tokenizer = types.SimpleNamespace(special=special, decode=windows.text_of)
     for row in range(len(batch["tokens"])):
         window = windows.window_index(step * config.batch_size + row, config.seed)
         place = f"step {step}, row {row} of {config.batch_size}"
         print(f"=== {place}: window {window:,} of {windows.count:,} ===")
-        if isinstance(windows, GeneratedWindows):
-            lines = windows.describe(window)
-        else:
-            lines = describe({name: values[row] for name, values in batch.items()}, tokenizer)
+        lines = describe({name: values[row] for name, values in batch.items()}, tokenizer)
         print("\n".join(lines), end="\n\n")
 
 

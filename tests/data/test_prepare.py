@@ -3,7 +3,6 @@
 import errno
 import functools
 import json
-import math
 import os
 import pathlib
 import random
@@ -29,7 +28,6 @@ from prope.data.sources import files
 from prope.data.sources import tfds as tfds_files
 from prope.data.store import arrays, build, pack, workers
 from prope.data.store.build import open_store
-from prope.data.tokenizer import GEMMA_IDS
 from prope.errors import RunFailed
 
 KILLS = int(os.environ.get("PROPE_KILLS", "1"))  # 10 and more by hand
@@ -131,34 +129,13 @@ def test_a_damaged_store_is_an_error_and_not_other_text(config):
         stream(store, "train")
 
 
-def test_the_baseline_is_the_cross_entropy_of_token_frequencies(config):
-    store = open_store(config, 260)
-    train = stream(store, "train")
-    train = train[train != GEMMA_IDS.bos]
-    for split, name in (("validation", "unigram_loss"), ("train", "train_unigram_loss")):
-        predicted = stream(store, split)
-        predicted = predicted[predicted != GEMMA_IDS.bos]
-        total = 0.0
-        for token in range(260):
-            share = (np.sum(train == token) + 1) / (len(train) + 260)
-            total -= np.sum(predicted == token) * math.log(share)
-        assert math.isclose(store.index[name], total / len(predicted), rel_tol=1e-9)
-
-
-@pytest.mark.parametrize("byte_fallback", [False, True])
-def test_tokens_for_unknown_text_are_counted_and_told(tmp_path, caplog, byte_fallback):
-    learnt = ["rope turn pair frequency 0123456789"] * 50
+def test_tokens_for_unknown_text_are_counted_and_told(tmp_path, caplog):
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(learnt),
+        sentence_iterator=iter(["rope turn pair frequency 0123456789"] * 50),
         model_prefix=str(tmp_path / "m"),
-        vocab_size=300 if byte_fallback else 40,
+        vocab_size=40,
         model_type="char",
         hard_vocab_limit=False,
-        pad_id=0,
-        eos_id=1,
-        bos_id=2,
-        unk_id=3,
-        byte_fallback=byte_fallback,
         minloglevel=2,
     )
     folder = write_text(tmp_path / "text", articles())
@@ -169,14 +146,11 @@ def test_tokens_for_unknown_text_are_counted_and_told(tmp_path, caplog, byte_fal
     expected = {"train": 0, "validation": 0}
     for text in articles():
         split = "validation" if pack.is_validation(text.encode(), 0.3) else "train"
-        expected[split] += model.encode(text).count(3)
-    assert all(expected.values()) != byte_fallback
-    for split, count in expected.items():
-        assert store.index[split]["unk_tokens"] == count
+        expected[split] += model.encode(text).count(model.unk_id())
+    assert all(expected.values())
+    assert {split: store.index[split]["unk_tokens"] for split in expected} == expected
     share = sum(expected.values()) / store.count("tokens", "all")
-    told = [line for line in caplog.messages if "<unk>" in line]
-    assert len(told) == (not byte_fallback)
-    assert all(f"{share:.2%}" in line for line in told)
+    assert f"{share:.2%} of the tokens are <unk>" in caplog.text
 
 
 # --- The same store, however it was made ------------------------------------------------------
@@ -188,9 +162,7 @@ def test_neither_the_format_nor_the_workers_change_a_byte(tmp_path, monkeypatch)
     for kind, number in (("array_record", 1), ("tfrecord", 2)):
         write_tfds(tmp_path / kind, kind, articles())
         config = data_config(tmp_path / kind, NAME, tmp_path / kind, num_workers=number)
-        stats = {}
-        stores.append(build.open_store(config, 260, stats))
-        assert stats["workers"] == number
+        stores.append(build.open_store(config, 260))
     one, two = stores
     assert one.path != two.path
     assert one.fingerprint == two.fingerprint
@@ -245,7 +217,6 @@ def test_a_killed_preparation_goes_on_and_ends_in_the_same_store(tmp_path, corpu
 
     straight = prepare(tmp_path / "straight").result
     assert straight["documents"] == 3000
-    assert straight["workers"] == 2
     expected = digest(straight["store"])
     reused = 0
     for attempt in range(KILLS):
@@ -322,7 +293,7 @@ def test_two_processes_make_one_store(tmp_path, corpus, start_command):
     outcomes = [command.wait() for command in commands]
     assert [code for code, _, _ in outcomes] == [0, 0], outcomes
     results = [json.loads(out.splitlines()[-1]) for _, out, _ in outcomes]
-    assert sorted(result["prepared"] for result in results) == [False, True]
+    assert sorted("packing" in stderr for _, _, stderr in outcomes) == [False, True]
     assert results[0]["store"] == results[1]["store"]
     assert results[0]["tokens"] == results[1]["tokens"]
 
@@ -369,35 +340,26 @@ def test_a_store_that_is_not_what_its_name_says(tmp_path):
     config = data_config(tmp_path, "files", folder)
     other_config = data_config(tmp_path, "files", folder, validation_fraction=0.1)
     path = pathlib.Path(build.open_store(config, 260).path)
-    other_path = pathlib.Path(build.open_store(other_config, 260).path)
-    index_file = path / "index.json"
-    index = index_file.read_text()
-    other_index = (other_path / "index.json").read_text()
-    fingerprint, other = (json.loads(text)["fingerprint"] for text in (index, other_index))
-    remedy = "remove it to have it prepared again"
-
+    other_index = pathlib.Path(build.open_store(other_config, 260).path, "index.json").read_text()
+    index = (path / "index.json").read_text()
+    other = json.loads(other_index)["fingerprint"]
     fields = json.loads(index)
     fields["train"]["tokens"] = 1
-    for content, problem in (
-        (other_index, f"its fingerprint is {other}, not {fingerprint}: it was changed or copied"),
-        (index.replace('fraction": 0.05', 'fraction": 0.06'), "its fingerprint is .* or copied"),
-        (index[:100], "its index.json is damaged"),
-        (json.dumps(fields), "train has .* tokens, its index.json says 1"),
+    for name, content, problem in (
+        ("index.json", other_index, f"its fingerprint is {other}, not .* was changed or copied"),
+        ("index.json", index.replace("0.05", "0.06"), "its fingerprint is .* or copied"),
+        ("index.json", index[:100], "its index.json is damaged"),
+        ("index.json", "[" * 100_000, "its index.json is damaged"),
+        ("index.json", json.dumps(fields), "train has .* tokens, its index.json says 1"),
+        ("train/zarr.json", None, "train/zarr.json is missing"),
+        ("train/zarr.json", "{", "DATA_LOSS: .*train/zarr.json.*"),
     ):
-        index_file.write_text(content)
-        refused(config, f"{problem}; {remedy}")
-    index_file.write_text(index)
-    (path / "train").rename(path / "moved")
-    refused(config, f"train/zarr.json is missing; {remedy}")
-    (path / "moved").rename(path / "train")
-    metadata = path / "train" / "zarr.json"
-    whole = metadata.read_text()
-    metadata.write_text(whole[:50])
-    refused(config, f"DATA_LOSS: .*train/zarr.json.*; {remedy}")
-    metadata.write_text(whole)
-    index_file.write_text("[" * 100_000)
-    refused(config, f"its index.json is damaged; {remedy}")
-    index_file.write_text(index)
+        whole = (path / name).read_text()
+        (path / name).unlink()
+        if content is not None:
+            (path / name).write_text(content)
+        refused(config, f"{problem}; remove it to have it prepared again")
+        (path / name).write_text(whole)
     assert build.open_store(config, 260).path == str(path)
 
 
@@ -492,16 +454,14 @@ print(json.dumps([prepared, shown, learnt]))
 """
 
 
-@pytest.mark.parametrize(
-    ("kind", "number"), [pytest.param("array_record", 2, marks=pytest.mark.slow), ("tfrecord", 1)]
-)
-def test_no_socket_and_no_tensorflow(tmp_path, kind, number):
+@pytest.mark.parametrize("kind", [pytest.param("array_record", marks=pytest.mark.slow), "tfrecord"])
+def test_no_socket_and_no_tensorflow(tmp_path, kind):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(ALONE)  # for the workers too
     paths = os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
     write_tfds(tmp_path / "data", kind, articles(400))
     config = default_config()
-    config.data = data_config(tmp_path, NAME, tmp_path / "data", num_workers=number)
+    config.data = data_config(tmp_path, NAME, tmp_path / "data", num_workers=2)
     model = str(tmp_path / "m.model")
     done = subprocess.run(
         [sys.executable, "-c", WITHIN, json.dumps(config.to_dict()), model],
@@ -514,6 +474,6 @@ def test_no_socket_and_no_tensorflow(tmp_path, kind, number):
     tensorflow, opened, *_, results = done.stdout.splitlines()
     assert "tensorflow" in tensorflow and "opened" in opened, "both are refused there"
     prepared, shown, learnt = json.loads(results)
-    assert (prepared["workers"], prepared["documents"]) == (number, 400)
+    assert prepared["documents"] == 400
     assert shown["step"] == 3
     assert (learnt["model"], learnt["vocab_size"]) == (model, 288)

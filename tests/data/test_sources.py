@@ -145,42 +145,33 @@ def test_links_are_followed_once(tmp_path, data_lines):
     assert data_lines() == [f"data: {folder}: 4 files read, 6 left out (6 linked twice)"]
 
 
-def test_what_a_bucket_holds_beside_text(tmp_path, bucket, data_lines):
-    for name in ("a.txt", "x/B.TXT", "._a.txt", ".ipynb_checkpoints/a.txt", "c.md"):
-        (epath.Path(bucket) / name).write_text(f"{name}.")
-    source = find_source(data_config(tmp_path, "files", bucket))
-    assert list(source.documents()) == [b"a.txt.", b"x/B.TXT."]
-    told = f"data: {bucket}: 2 files read, 3 left out (2 hidden, 1 with another ending)"
-    assert data_lines() == [told]
-
-
-def test_files_in_a_bucket_are_hashed_once(tmp_path, bucket, monkeypatch):
+def test_files_in_a_bucket_are_hashed_once(tmp_path, bucket, monkeypatch, data_lines):
     """Not again on a host that has read none of them, unless they change."""
     hashed = []
     monkeypatch.setattr(
         files, "hash_file", lambda path: hashed.append(path.name) or hash_file(path)
     )
-    for name in ("a.txt", "b.txt", "c.jsonl"):
-        (epath.Path(bucket) / name).write_text(json_line(name))
+    folder = epath.Path(bucket)
+    for name in ("a.txt", "b.txt", "x/c.JSONL", "._a.txt", ".ipynb_checkpoints/a.txt", "c.md"):
+        (folder / name).write_text(json_line(name))
     config = data_config(tmp_path, "files", bucket)
     config.cache_dir = f"{bucket}-stores"
-    first = find_source(config).identity
-    assert sorted(hashed) == ["a.txt", "b.txt", "c.jsonl"]
-    assert find_source(config).identity == first
+    source = find_source(config)
+    left_out = "3 left out (2 hidden, 1 with another ending)"
+    assert data_lines() == [f"data: {bucket}: 3 files read, {left_out}"]
+    assert list(source.documents())[2] == b"x/c.JSONL"
+    assert sorted(hashed) == ["a.txt", "b.txt", "c.JSONL"]
+    assert find_source(config).identity == source.identity
     assert len(hashed) == 3
-    (epath.Path(bucket) / "b.txt").write_text(json_line("B.txt"))  # of the same size
-    (epath.Path(bucket) / "d.txt").write_text("d")
+    (folder / "b.txt").write_text(json_line("B.txt"))  # of the same size
+    (folder / "d.txt").write_text("d")
     changed = find_source(config).identity
     assert sorted(hashed[3:]) == ["b.txt", "d.txt"]
     other_cache = data_config(tmp_path / "other", "files", bucket)
-    assert find_source(other_cache).identity == changed != first
-    (epath.Path(config.cache_dir) / os.path.basename(_hashes(config))).write_text("[" * 100_000)
+    assert find_source(other_cache).identity == changed != source.identity
+    (hashes,) = epath.Path(config.cache_dir).iterdir()
+    hashes.write_text("[" * 100_000)
     assert find_source(config).identity == changed
-
-
-def _hashes(config):
-    (path,) = epath.Path(config.cache_dir).iterdir()
-    return str(path)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.jsonl.gz"])
@@ -439,9 +430,9 @@ def test_the_loss_may_fall_on_targets_only(tmp_path, kind):
         return ids[~is_prompt & (ids != BOS)]
 
     train = predicted_ids("train")
-    held_out = predicted_ids("validation")
-    losses = [-math.log((np.sum(train == t) + 1) / (len(train) + 260)) for t in held_out]
-    assert math.isclose(store.index["unigram_loss"], np.mean(losses), rel_tol=1e-9)
+    for name, ids in (("train_unigram_loss", train), ("unigram_loss", predicted_ids("validation"))):
+        losses = [-math.log((np.sum(train == t) + 1) / (len(train) + 260)) for t in ids]
+        assert math.isclose(store.index[name], np.mean(losses), rel_tol=1e-9)
     config.loss_on = "all"
     loss_on_all = open_store(config, 260)
     assert loss_on_all.fingerprint != store.fingerprint
@@ -542,7 +533,7 @@ def test_a_mixture_is_evaluated_on_all_of_its_sources(tmp_path):
     assert fingerprint != windows.store.fingerprint
 
 
-@pytest.mark.parametrize("seed", [2**26 - 1, 2**26, 2**31 + 5, 2**63])
+@pytest.mark.parametrize("seed", [2**26, 2**63])
 @pytest.mark.parametrize("first", ["files", "longcontext/passkey"])
 def test_a_generated_source_of_a_mixture_has_windows_for_every_seed(tmp_path, seed, first):
     folder = str(write_text(tmp_path / "text", articles(60)))

@@ -126,7 +126,7 @@ def test_a_trained_model_has_gemmas_special_ids(model):
 
 def test_the_same_text_gives_the_same_file(model, config, bucket):
     path, kind = model
-    again = epath.Path(bucket) / "another name.model"
+    again = epath.Path(bucket) / "another-name.model"
     train_tokenizer(config, str(again), 330, kind, 10**6)
     assert again.read_bytes() == path.read_bytes()
 
@@ -361,12 +361,11 @@ def test_text_that_spells_special_tokens_stays_text(family):
 
 
 def test_an_end_token_that_is_an_ordinary_one_is_not_text(tmp_path):
-    folder = write(smollm, tmp_path)
-    file = folder / "tokenizer.json"
+    file = write(smollm, tmp_path) / "tokenizer.json"
     values = json.loads(file.read_text())
     values["added_tokens"][0]["special"] = False
     file.write_text(json.dumps(values))
-    assert 0 not in load_tokenizer(str(folder)).encode(b"a<|endoftext|>b")
+    assert 0 not in load_tokenizer(str(file)).encode(b"a<|endoftext|>b")
 
 
 def test_the_fingerprint_is_of_what_decides_the_ids(tmp_path):
@@ -472,8 +471,7 @@ def test_beginnings_of_documents(tmp_path, family):
     windows = windows_of(tmp_path, folder, bos_every_window=True)
     assert (windows.read(range(3))["tokens"][:, 0] == special.start).all()
     assert all(tokens[0] == special.start for tokens in windows.document_starts(3))
-    lengths = view.document_lengths(windows.store)
-    np.testing.assert_array_equal(lengths, np.bincount(numbers))
+    np.testing.assert_array_equal(view.document_lengths(windows.store), np.bincount(numbers))
 
 
 # --- Runs and checkpoints ---------------------------------------------------------------------
@@ -595,17 +593,16 @@ def test_a_mistral_model_of_sentencepiece(tmp_path, caplog):
     )
     file = str(tmp_path / "tokenizer.model")
     ours = load_tokenizer(str(tmp_path))
-    theirs = sentencepiece.SentencePieceProcessor(model_file=file)
     assert ours.special == SpecialIds(2, 2, 1, 0)
-    assert ours.fingerprint == load_tokenizer(file).fingerprint
     for text in TEXTS:
         ids = ours.encode(text.encode())
-        assert ids.tolist() == theirs.encode(text)
+        assert ids.tolist() == processor(file).encode(text)
         assert ours.decode(ids) == text.replace("▁", " ")
     (tmp_path / "out").mkdir()
     write_tokenizer(file, ours, epath.Path(tmp_path / "out"))
     assert "AutoTokenizer leaves out the space" in caplog.text
-    assert load_tokenizer(str(tmp_path / "out")).special == ours.special
+    written = load_tokenizer(str(tmp_path / "out"))
+    assert (written.special, written.fingerprint) == (ours.special, ours.fingerprint)
 
 
 @pytest.mark.parametrize(("name", "is_one"), [("words/", True), ("checkpoints", False)])
@@ -648,13 +645,6 @@ def test_files_that_are_no_tokenizer(tmp_path, name, content):
         (tmp_path / name).write_text(content)
     says = refusal(load_tokenizer, str(folder))
     assert says.startswith(f"config.data.tokenizer={folder}: ")
-
-
-def test_a_model_that_is_cut_short(model):
-    path, _ = model
-    cut = path.with_name("cut.model")
-    cut.write_bytes(path.read_bytes()[:500])
-    assert f"config.data.tokenizer={cut}" in refusal(load_tokenizer, str(cut))
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
 """What prope.data.inspect shows: rows of a batch, and how long documents are."""
 
-import contextlib
 import re
 
 import numpy as np
 import pytest
-from etils import epath
 from support.text import articles, data_config, read_tokens, refusal, write_lines
 
 from prope.config import default_config
@@ -81,26 +79,24 @@ def test_a_mixture_is_shown_source_by_source(config, tmp_path, capsys):
     for name, words, weight in (("long", 60, 3), ("short", 4, 1)):
         folder = tmp_path / name
         folder.mkdir()
-        texts = [f"{name} {i}" + " word" * words for i in range(100)]
+        texts = [f"{name} {i:02}" + " word" * words for i in range(100)]
         write_lines(folder / "a.jsonl", [{"inputs": text, "targets": "yes"} for text in texts])
         mixture.append({"weight": weight, "dataset": "files", "data_dir": str(folder)})
-    mixed = config.copy_and_resolve_references()
-    mixed.data.update({"dataset": "mixture", "data_dir": "", "mixture": tuple(mixture)})
-    mixed.data.update({"template": "{inputs}? {targets}", "loss_on": "targets"})
-    result = view.show_batch(mixed, 2, 4, str(tmp_path / "plot.png"))
+    config.data.update({"dataset": "mixture", "data_dir": "", "mixture": tuple(mixture)})
+    config.data.update({"template": "{inputs}? {targets}", "loss_on": "targets"})
+    result = view.show_batch(config, 2, 4, str(tmp_path / "plot.png"))
     text = capsys.readouterr().out
-    long, short = result["sources"]
-    assert (long["dataset"], long["weight"]) == (f"files {tmp_path}/long", 0.75)
-    assert (short["dataset"], short["weight"]) == (f"files {tmp_path}/short", 0.25)
-    # <bos>, the name and a space, the number of one or two digits, the words, "? yes", <eos>
-    assert long["document_tokens"]["longest"] == 1 + 7 + 300 + 5 + 1
-    assert short["document_tokens"]["longest"] == 1 + 8 + 20 + 5 + 1
-    steps = result["windows"] / mixed.batch_size
-    assert result["steps_per_epoch"] == pytest.approx(steps, abs=0.005)
+    shown = [
+        (source["dataset"], source["weight"], source["document_tokens"]["longest"])
+        for source in result["sources"]
+    ]
+    # <bos>, the name, a space and two digits, the words, "? yes", <eos>
+    long = (f"files {tmp_path}/long", 0.75, 1 + 7 + 300 + 5 + 1)
+    assert shown == [long, (f"files {tmp_path}/short", 0.25, 1 + 8 + 20 + 5 + 1)]
     assert result["weight_share"] < 0.3
     assert text.count("=== step 2, row ") == 4
     assert "    prompt, no loss | " in text
-    assert re.search(r"^    yes$", text, re.M)
+    assert "\n    yes\n" in text
 
 
 def test_a_mixture_of_generated_windows_has_no_lengths(config):
@@ -143,12 +139,3 @@ def test_the_same_lengths_give_the_same_picture(tmp_path):
     assert draw("c.png", several | {"files $b": lengths[:200]}) != picture
     for wrong in ("none/a.png", "a.nothing"):
         assert f"--plot={tmp_path}/{wrong}" in refusal(draw, wrong, several)
-
-
-def test_a_plot_that_cannot_be_written_to_a_bucket(bucket, storage):
-    lengths = {"a": np.arange(1, 300)}
-    view.draw_lengths(lengths, 64, f"{bucket}/a.png")
-    assert epath.Path(f"{bucket}/a.png").read_bytes().startswith(b"\x89PNG")
-    for path, code in (("gs://other/a.png", None), (f"{bucket}/a.png", 403)):
-        with storage.failing(code) if code else contextlib.nullcontext():
-            assert f"--plot={path}" in refusal(view.draw_lengths, lengths, 64, path)

@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from prope.data.sources.base import Chunk, Source
 from prope.data.store import pack
-from prope.data.store.arrays import SPLITS
 from prope.errors import RunFailed, log
 from prope.runtime.files import read_json
 from prope.runtime.processes import count_cores
@@ -27,12 +26,9 @@ _NumberedChunks = list[tuple[int, Chunk]]
 
 
 def pack_chunks(
-    source: Source, data: ConfigDict, has_prompts: bool, folder: pathlib.Path, stats: dict
+    source: Source, data: ConfigDict, has_prompts: bool, folder: pathlib.Path
 ) -> list[dict]:
-    """Packs every chunk that has no files yet; returns the records of all, in order.
-
-    `stats` is filled with the `workers` and the `tokens` that they wrote.
-    """
+    """Packs every chunk that has no files yet; returns the records of all, in order."""
     folder.mkdir(parents=True, exist_ok=True)
     records: list[dict] = []
     missing: _NumberedChunks = []
@@ -49,7 +45,6 @@ def pack_chunks(
     num_workers = data.num_workers or (1 if missing_bytes < _ONE_PROCESS_BYTES else count_cores())
     num_workers = max(1, min(num_workers, len(missing)))
     settings = (data.tokenizer, data.validation_fraction, has_prompts)
-    stats |= {"workers": num_workers, "tokens": 0}
     done = source.num_bytes - missing_bytes
     hidden = not sys.stderr.isatty()  # then a line of the log now and then
     logged = time.monotonic()
@@ -57,7 +52,6 @@ def pack_chunks(
     with tqdm(total=source.num_bytes, initial=done, **options) as bar:
         for number, record in _packed(missing, folder, num_workers, settings):
             records[number] = record
-            stats["tokens"] += sum(record[split]["tokens"] for split in SPLITS)
             num_bytes = source.chunks[number].num_bytes
             bar.update(num_bytes)
             done += num_bytes
