@@ -18,7 +18,7 @@ import pytest
 import sentencepiece
 from support.commands import ROOT
 from support.text import WIKIPEDIA as NAME
-from support.text import articles, data_config, documents_of, write_text, write_tfds
+from support.text import articles, data_config, documents_of, write_dataset, write_text, write_tfds
 from support.text import data_refused as refused
 from support.text import hash_files as digest
 from support.text import read_tokens as stream
@@ -61,11 +61,7 @@ def test_every_document_arrives_once_and_whole(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(pack, "SEGMENT_BYTES", 64)  # long ones are tokenised in segments
     texts = articles()
     folder = tmp_path / "data"
-    if kind == "files":
-        write_text(folder, texts)
-    else:
-        write_tfds(folder, kind, texts)
-    dataset = "files" if kind == "files" else NAME
+    dataset = write_dataset(folder, kind, texts)
     store = open_store(data_config(tmp_path, dataset, folder, validation_fraction=0.3), 260)
     expected = {"train": [], "validation": []}
     for document in texts:

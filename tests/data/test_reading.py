@@ -8,7 +8,7 @@ import re
 import pytest
 from etils import epath
 from support.text import WIKIPEDIA as NAME
-from support.text import articles, write_text, write_tfds
+from support.text import articles, write_dataset, write_tfds
 from support.text import data_config as settings
 
 from prope import command
@@ -67,13 +67,12 @@ def broken(monkeypatch, name, code, times):
 
 
 def source_of(tmp_path, kind):
-    if kind == "text":
-        return settings(tmp_path, "files", write_text(tmp_path / "text", articles())), "b.jsonl"
-    write_tfds(tmp_path / "data", kind, articles())
-    return settings(tmp_path, NAME, tmp_path / "data"), f"wikipedia-train.{kind}-00001"
+    dataset = write_dataset(tmp_path / "data", kind, articles())
+    name = "b.jsonl" if kind == "files" else f"wikipedia-train.{kind}-00001"
+    return settings(tmp_path, dataset, tmp_path / "data"), name
 
 
-@pytest.mark.parametrize("kind", ["array_record", "tfrecord", "text"])
+@pytest.mark.parametrize("kind", ["array_record", "tfrecord", "files"])
 def test_storage_that_fails_is_tried_again_and_is_not_damage(tmp_path, monkeypatch, kind):
     config, name = source_of(tmp_path, kind)
     source = find_source(config)

@@ -29,7 +29,6 @@ def refused(config, *mentions, vocab_size=260):
 # --- Files of text ----------------------------------------------------------------------------
 
 
-SPOILED = '{"text": "ein Stück"}\n'
 ENCODINGS = ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1"]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in articles())
 # What is wrong in the third line of a file, and what the line that refuses it mentions.
@@ -55,31 +54,23 @@ def test_a_line_that_is_no_document(tmp_path, monkeypatch, line, mentions):
     assert not list(tmp_path.rglob("index.json"))
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-@pytest.mark.parametrize("few", [True, False])
-def test_text_in_another_encoding(tmp_path, monkeypatch, name, few):
-    if not few:
-        monkeypatch.setattr(files, "FEW_TEXTS", 0)
-    for encoding in ENCODINGS:
-        folder = tmp_path / encoding
+BAD_FILES = [
+    *(("a.txt", "ein Stück".encode(encoding)) for encoding in ENCODINGS),
+    *(("a.jsonl", '{"text": "ein Stück"}'.encode(encoding)) for encoding in ENCODINGS),
+    ("a.txt.gz", gzip.compress(LINES.encode())[:5000]),
+    ("a.jsonl.gz", gzip.compress(LINES.encode())[:5000]),
+    ("a.jsonl.gz", b"not compressed"),
+]
+
+
+@pytest.mark.parametrize("few", [16, 0])
+def test_a_file_that_is_damaged_or_in_another_encoding(tmp_path, monkeypatch, few):
+    monkeypatch.setattr(files, "FEW_TEXTS", few)
+    for number, (name, content) in enumerate(BAD_FILES):
+        folder = tmp_path / str(number)
         folder.mkdir()
-        (folder / name).write_bytes(SPOILED.encode(encoding))
+        (folder / name).write_bytes(content)
         refused(data_config(tmp_path, "files", folder), f"{folder}/{name}")
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("z.txt", b"fine so far \xff\xfe"),
-        ("z.txt.gz", gzip.compress(LINES.encode())[:5000]),
-        ("z.jsonl.gz", gzip.compress(LINES.encode())[:5000]),
-        ("z.jsonl.gz", b"not compressed"),
-    ],
-)
-def test_a_file_that_is_damaged(tmp_path, name, content):
-    folder = write_text(tmp_path / "text", articles())
-    (folder / name).write_bytes(content)
-    refused(data_config(tmp_path, "files", folder), f"{folder}/{name}: ")
     assert not list(tmp_path.rglob("index.json"))
 
 

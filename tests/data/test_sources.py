@@ -22,6 +22,7 @@ from support.text import (
     data_config,
     documents_of,
     read_tokens,
+    write_dataset,
     write_lines,
     write_text,
     write_tfds,
@@ -236,11 +237,7 @@ def test_many_texts_are_whole_documents(tmp_path):
 @pytest.mark.parametrize("kind", ["array_record", "tfrecord", "files"])
 def test_a_folder_whose_name_is_a_pattern(tmp_path, kind):
     folder = tmp_path / "a[b]*?"
-    if kind == "files":
-        write_text(folder / kind, articles())
-    else:
-        write_tfds(folder / kind, kind, articles())
-    dataset = "files" if kind == "files" else NAME
+    dataset = write_dataset(folder / kind, kind, articles())
     source = find_source(data_config(tmp_path, dataset, folder / kind))
     assert [text.decode() for text in source.documents()] == articles()
 
@@ -388,16 +385,14 @@ def test_source_files_are_split_by_their_paths(tmp_path):
 
 def instructions(tmp_path, kind, **fields):
     """60 records; (config, [(prompt, predicted)] in order)."""
-    folder = tmp_path / "data"
     texts = articles(60)
     if kind == "files":
-        folder.mkdir(parents=True)
-        write_lines(folder / "a.jsonl", [{"title": "t", "text": text} for text in texts])
+        write_lines(tmp_path / "a.jsonl", [{"title": "t", "text": text} for text in texts])
     else:
-        write_tfds(folder, kind, texts)
+        write_tfds(tmp_path, kind, texts)
     dataset = "files" if kind == "files" else NAME
     template = "Q: {title}\nA: {text}"
-    config = data_config(tmp_path, dataset, folder, template=template, **fields)
+    config = data_config(tmp_path, dataset, tmp_path, template=template, **fields)
     return config, [(b"Q: t\nA: ", text.encode()) for text in texts]
 
 

@@ -103,25 +103,6 @@ def test_the_last_window_may_predict_one_token(open_windows, shorter, count):
     assert weights.sum() == windows.store.targets("validation")
 
 
-def test_segments_and_positions_follow_the_documents(open_windows):
-    windows = open_windows(mask_documents=True)
-    batch = windows.read(range(windows.count))
-    total = windows.store.index["train"]["tokens"]
-    for row in range(windows.count):
-        segment = 1
-        position = 0
-        for t in range(T):
-            if t and batch["tokens"][row, t] == BOS:
-                segment += 1
-                position = 0
-            if row * T + t >= total:
-                segment = 0
-            else:
-                assert batch["positions"][row, t] == position, (row, t)
-            assert batch["segment_ids"][row, t] == segment, (row, t)
-            position += 1
-
-
 def test_every_window_may_begin_with_bos(open_windows, expected):
     """It replaces the first token that is read, and nothing that is predicted."""
     plain = open_windows(bos_every_window=False).read(range(40))

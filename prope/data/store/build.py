@@ -193,9 +193,7 @@ def _write_store(
         index[split] = {name: sum(count.get(name, 0) for count in counts) for name in COUNTS}
     index["empty"] = sum(record["empty"] for record in records)
     if index["empty"]:
-        first = next(record["chunk"] for record in records if record["empty"])
-        message = "data: %d documents without text were left out, the first in %s"
-        log.info(message, index["empty"], first)
+        log.info("data: %d documents without text were left out", index["empty"])
     _log_unknown(index, data.tokenizer)
     if not any(index[split]["documents"] for split in SPLITS):
         raise UsageError(f"{source.name}: has no document with text; add some")
