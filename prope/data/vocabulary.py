@@ -9,7 +9,6 @@ import hashlib
 import heapq
 import io
 import itertools
-import sys
 from collections.abc import Iterable, Iterator
 
 from etils import epath
@@ -72,9 +71,8 @@ def train_tokenizer(
 
 def _train_documents(source: Source, validation_fraction: float) -> Iterator[bytes]:
     """Yields the training documents of a source, with a progress bar in a terminal."""
-    hidden = not sys.stderr.isatty()
     total = source.num_bytes
-    with tqdm(total=total, unit="B", unit_scale=True, desc="text", disable=hidden) as bar:
+    with tqdm(total=total, unit="B", unit_scale=True, desc="text", disable=None) as bar:
         for document in itertools.chain.from_iterable(chunk.read() for chunk in source.chunks):
             bar.update(len(document.text))
             if not is_validation(document.split_key, validation_fraction):

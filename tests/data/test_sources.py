@@ -1,6 +1,5 @@
 """Kinds of text, instructions, and mixtures: that nothing is lost or doubled on the way."""
 
-import ast
 import contextlib
 import gzip
 import hashlib
@@ -324,42 +323,6 @@ def test_the_fingerprint_of_the_documentation_stays(tmp_path, monkeypatch):
         "python": platform.python_version(),
         "files": hashlib.sha256(listing).hexdigest(),
     }
-
-
-DOCUMENTED = """'module'
-try:
-    def first():
-        'first'
-        def within(): 'within'
-except OSError:
-    class Caught: 'Caught'
-else:
-    if True:
-        class Else: 'Else'
-finally:
-    async def last(): 'last'
-match 1:
-    case 1:
-        def case(): 'case'
-def plain(argument=lambda: 'no documentation'):
-    'plain'
-    for _ in []:
-        with open('a'):
-            class Deep:
-                'Deep'
-                def method(self): 'method'
-"""
-
-
-def test_the_documentation_of_a_file_is_in_the_order_of_all_its_nodes(tmp_path, monkeypatch):
-    library = write_library(tmp_path / "library", {}, monkeypatch)
-    write(library, "a.py", DOCUMENTED)
-    *_, document = find_source(data_config(tmp_path)).documents()
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(ast.parse(DOCUMENTED)) if isinstance(node, kinds)]
-    texts = [ast.get_docstring(node) for node in nodes]
-    assert len(texts) == 10 and all(texts)
-    assert document == "\n\n".join(texts).encode()
 
 
 def test_source_files_are_split_by_their_paths(tmp_path):

@@ -4,7 +4,6 @@ import itertools
 import math
 import multiprocessing
 import pathlib
-import sys
 import time
 from collections.abc import Iterator
 from concurrent import futures
@@ -46,16 +45,16 @@ def pack_chunks(
     num_workers = max(1, min(num_workers, len(missing)))
     settings = (data.tokenizer, data.validation_fraction, has_prompts)
     done = source.num_bytes - missing_bytes
-    hidden = not sys.stderr.isatty()  # then a line of the log now and then
     logged = time.monotonic()
-    options = {"unit": "B", "unit_scale": True, "desc": "data", "disable": hidden}
-    with tqdm(total=source.num_bytes, initial=done, **options) as bar:
+    options = {"unit": "B", "unit_scale": True, "desc": "data"}
+    # Where there is no terminal, a line of the log now and then instead.
+    with tqdm(total=source.num_bytes, initial=done, disable=None, **options) as bar:
         for number, record in _packed(missing, folder, num_workers, settings):
             records[number] = record
             num_bytes = source.chunks[number].num_bytes
             bar.update(num_bytes)
             done += num_bytes
-            if hidden and time.monotonic() - logged > _LOG_SECONDS:
+            if bar.disable and time.monotonic() - logged > _LOG_SECONDS:
                 logged = time.monotonic()
                 log.info("data: %.1f of %.1f MB are packed", done / 1e6, megabytes)
     return records
