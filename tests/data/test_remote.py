@@ -22,7 +22,6 @@ from support.text import articles, data_config, refusal, write_dataset, write_te
 from support.text import data_refused as refused
 from support.text import hash_files as digest
 
-from prope.config import default_config, differences
 from prope.data.mixture import open_windows
 from prope.data.sources import files, tfds
 from prope.data.sources.find import find_source
@@ -32,7 +31,6 @@ from prope.data.windows import train_batch
 from prope.errors import RunFailed, StorageFailed, UsageError
 from prope.runtime import files as places
 from prope.runtime.files import files_below
-from prope.runtime.validate import validate
 
 SUSPENDS = int(os.environ.get("PROPE_SUSPENDS", "2"))  # 20 and more by hand
 
@@ -544,15 +542,6 @@ def test_a_store_that_does_not_fit(tmp_path, sentencepiece_model):
         wrong[field] = value
         says = refusal(open_store, wrong, 300)
         assert says.startswith(f"config.data.{field}={value}: ") and mentions in says
-
-
-def test_a_config_with_a_store():
-    config = default_config()
-    config.data.update({"dataset": NAME, "store": "gs://bucket/stores/a"})
-    validate(config)
-    other = default_config()
-    other.data.update({"dataset": NAME, "data_dir": "data"})
-    assert differences(config, other) == [], "a resumed run may read its data from another place"
 
 
 @pytest.mark.slow

@@ -16,10 +16,9 @@ from support.commands import ROOT, devices_flags
 from support.processes import free_port
 from support.text import read_tokens as stream
 
-from prope.config import default_config, differences
+from prope.config import default_config
 from prope.data.store.pack import is_validation
 from prope.data.windows import Windows, prefetch, randomise_positions, shuffled_index, train_batch
-from prope.runtime.validate import validate
 
 B = 8
 T = 32
@@ -266,15 +265,6 @@ def test_randomised_positions_restart_with_every_masked_document(open_windows):
         assert batch["positions"].max() < 50
     assert len(set(openings)) > 5, "the first position of a document is drawn as well"
     assert falls > len(openings) / 2, "and does not go on from the document before"
-
-
-def test_another_range_is_another_run():
-    config = default_config()
-    for allowed in (config.data.seq_len, 2**31):
-        config.data.position_range = allowed
-        validate(config)
-    changed = [f"data.position_range: None, not {2**31}"]
-    assert differences(config, default_config()) == changed
 
 
 # --- Reading ahead ----------------------------------------------------------------------------
