@@ -3,16 +3,15 @@
 import io
 import itertools
 import textwrap
+import types
 from collections.abc import Iterator
 
 import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from prope.config import is_generated
 from prope.data.batch import Batch
 from prope.data.mixture import open_windows
-from prope.data.sources.find import weighted_sources
 from prope.data.store.arrays import Store, retry_tokens
 from prope.data.tasks.windows import GeneratedWindows
 from prope.data.tokenizer import load_tokenizer, token_name
@@ -24,18 +23,8 @@ from prope.runtime.validate import validate
 _LINE_WIDTH = 110  # columns of text
 _CONTEXT = 3  # tokens shown on either side of a border
 SCAN_TOKENS = 2**20  # tokens searched at a time for documents
-SCANS = 64  # such intervals of a long store
-_QUANTILES = {
-    "shortest": 0,
-    "p10": 0.1,
-    "p25": 0.25,
-    "median": 0.5,
-    "p75": 0.75,
-    "p90": 0.9,
-    "p99": 0.99,
-    "longest": 1,
-}
-_COLOURS = ("#4477aa", "#cc3311", "#228833", "#aa3377", "#ccbb44", "#66ccee")
+MEASURED_TOKENS = 2**26  # the documents of a longer store are measured up to here
+_QUANTILES = {"shortest": 0, "p10": 0.1, "median": 0.5, "p90": 0.9, "longest": 1}
 
 
 def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> dict:
@@ -45,9 +34,6 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
     """
     validate(config)
     data = config.data
-    if plot and all(is_generated(source.dataset) for _, source in weighted_sources(data)):
-        problem = f"{data.dataset} has no documents whose lengths could be drawn"
-        raise usage_error("--plot", plot, problem, "remove it")
     windows = open_windows(data, config.model.vocab_size, "train")
     rows = min(rows, config.batch_size)
     batch = train_batch(windows, config.seed, config.batch_size, step, range(rows))
@@ -58,11 +44,19 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
         if not isinstance(source, GeneratedWindows):
             measured = document_lengths(source.store)
             lengths[source.name] = measured
-            summary = _summarise_lengths(measured, data.seq_len)
-            sources.append({"dataset": source.name, "weight": weight} | summary)
-            quantiles = summary["document_tokens"].items()
-            listed = ", ".join(f"{name} {value:,}" for name, value in quantiles)
-            print(f"{source.name}: document lengths in tokens: {listed}")
+            quantiles = np.quantile(measured, list(_QUANTILES.values()), method="nearest")
+            sources.append(
+                {
+                    "dataset": source.name,
+                    "weight": weight,
+                    "documents_measured": len(measured),
+                    "document_tokens": dict(zip(_QUANTILES, quantiles.tolist(), strict=True)),
+                    "longer_than_window": round(float((measured > data.seq_len).mean()), 4),
+                }
+            )
+    if plot and not lengths:
+        problem = f"{data.dataset} has no documents whose lengths could be drawn"
+        raise usage_error("--plot", plot, problem, "remove it")
     if plot:
         draw_lengths(lengths, data.seq_len, plot)
     segments = [np.unique(ids[ids > 0]) for ids in batch["segment_ids"]]
@@ -74,7 +68,6 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
         "steps_per_epoch": round(windows.count / config.batch_size, 2),
         "documents_in_rows": sum(map(len, segments)),
         "weight_share": round(float(batch["weights"].mean()), 4),
-        "last_position": int(batch["positions"].max()),
         "sources": sources,
         "fingerprint": windows.store.fingerprint,
         "plot": plot,
@@ -83,27 +76,15 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
 
 def _print_rows(config: ConfigDict, windows, step: int, batch: Batch) -> None:
     tokenizer = load_tokenizer(config.data.tokenizer)
+    if isinstance(windows, GeneratedWindows):
+        special = windows.store.special
+        tokenizer = types.SimpleNamespace(special=special, decode=windows.text_of)
     for row in range(len(batch["tokens"])):
         window = windows.window_index(step * config.batch_size + row, config.seed)
         place = f"step {step}, row {row} of {config.batch_size}"
         print(f"=== {place}: window {window:,} of {windows.count:,} ===")
-        if isinstance(windows, GeneratedWindows):
-            lines = windows.describe(window)
-        else:
-            lines = describe({name: values[row] for name, values in batch.items()}, tokenizer)
+        lines = describe({name: values[row] for name, values in batch.items()}, tokenizer)
         print("\n".join(lines), end="\n\n")
-
-
-def _summarise_lengths(lengths: np.ndarray, seq_len: int) -> dict:
-    """Returns what is printed about the documents of a source."""
-    quantiles = list(_QUANTILES.values())
-    values = np.quantile(lengths, quantiles, method="nearest").tolist()
-    return {
-        "documents_measured": len(lengths),
-        "document_tokens": dict(zip(_QUANTILES, values, strict=True)),
-        "mean_document_tokens": round(float(lengths.mean()), 1),
-        "longer_than_window": round(float((lengths > seq_len).mean()), 4),
-    }
 
 
 def describe(row: Batch, tokenizer) -> Iterator[str]:
@@ -136,16 +117,10 @@ def _describe_document(row: Batch, start: int, stop: int, tokenizer) -> Iterator
     tokens = row["tokens"][start:stop]
     positions = row["positions"][start:stop]
     heading = f"--- document {row['segment_ids'][start]}"
-    special = tokenizer.special
-    if tokens[0] != special.start:
+    if tokens[0] != tokenizer.special.start:
         heading += ", which began in the window before"
-    has_end = special.bos is not None and tokens[-1] == special.eos
-    if stop == len(row["tokens"]) and not has_end and row["targets"][-1] != special.start:
-        heading += ", goes on in the next window"
-    places = f"{positions[0]}..{positions[-1]}"
-    if (np.diff(positions) != 1).any():
-        places = f"{', '.join(map(str, positions[:4]))} .. {positions[-1]}"
-    yield f"{heading}: tokens {start}..{stop - 1} at positions {places}"
+    places = f"tokens {start}..{stop - 1} at positions {positions[0]}..{positions[-1]}"
+    yield f"{heading}: {places}"
     # A token's weight stands where it is the target.
     is_predicted = np.append([True], row["weights"][:-1] > 0)[start:stop]
     if stop - start > 1:
@@ -176,66 +151,36 @@ def _id_and_text(tokenizer, token: int) -> str:
 
 
 def document_lengths(store: Store) -> np.ndarray:
-    """Measures training documents in tokens, with <bos> and <eos>.
-
-    They are all documents, or those that begin in one of 64 intervals of a long store.
-    """
+    """Measures training documents in tokens, with <bos> and <eos>: those at the beginning."""
     tokens = store.tokens("train")
-    total = tokens.shape[0]
-
-    def find_borders(start: int) -> np.ndarray:
+    total = min(tokens.shape[0], MEASURED_TOKENS)
+    borders = []
+    for start in range(0, total, SCAN_TOKENS):
         span = tokens[start : min(start + SCAN_TOKENS, total)]
-        elements = retry_tokens(store.path, lambda: span.read().result())
-        return np.flatnonzero(elements == store.special.start) + start
-
-    starts = range(0, total, SCAN_TOKENS)
-    if len(starts) > SCANS:
-        starts = [number * total // SCANS for number in range(SCANS)]
-    lengths = []
-    for start in starts:
-        borders = find_borders(start)
-        # A document counts where it begins, so long ones are not missed.
-        later = map(find_borders, range(start + SCAN_TOKENS, total, SCAN_TOKENS))
-        end = next((found[0] for found in later if len(found)), total)
-        lengths.append(np.diff(borders, append=end))
-    return np.concatenate(lengths)
+        elements = retry_tokens(store.path, lambda span=span: span.read().result())
+        borders.append(np.flatnonzero(elements == store.special.start) + start)
+    return np.diff(np.concatenate(borders), append=total)
 
 
 def draw_lengths(lengths: dict[str, np.ndarray], seq_len: int, path: str) -> None:
-    """Draws a histogram of the document lengths of every source.
-
-    For a single source it also shows in which documents the tokens are.
-    """
+    """Draws a histogram of the document lengths of every source."""
     import matplotlib.figure
-
-    def drawn(text: str) -> str:
-        """Escapes what would be a formula, as a $ in a path."""
-        return "".join(map(_printable, text)).replace("$", r"\$")
 
     pooled = np.concatenate(list(lengths.values()))
     edges = np.geomspace(pooled.min(), pooled.max() + 1, 49)
-    figure = matplotlib.figure.Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
-    axes.set_prop_cycle(color=_COLOURS)
-
-    if len(lengths) == 1:
-        curves = [("share of the documents", pooled, np.ones(len(pooled)))]
-        curves.append(("share of the tokens", pooled, pooled))
-    else:
-        curves = [(drawn(name), values, np.ones(len(values))) for name, values in lengths.items()]
-    for label, values, weights in curves:
-        shares = weights / weights.sum()
-        axes.hist(values, edges, weights=shares, label=label, histtype="step", lw=1.4)
-    axes.axvline(seq_len, color="#777777", lw=1, ls="--", label=f"a window, {seq_len:,}")
-    axes.set(xscale="log", xlabel="length of a document (tokens)", ylabel="share in a bin")
-    title = f"{', '.join(lengths)}: {len(pooled):,} training documents"
-    axes.set_title(drawn(title[:100]), fontsize=11, wrap=True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9)
     image = io.BytesIO()
     image_format = epath.Path(path).suffix[1:] or "png"
-    try:
-        figure.savefig(image, format=image_format, dpi=150, metadata={"Software": None})
-    except ValueError as error:
-        raise usage_error("--plot", path, f"cannot be written: {error}") from error
+    with matplotlib.rc_context({"text.parse_math": False}):  # a path may have a $
+        figure = matplotlib.figure.Figure(figsize=(7, 4.2), layout="constrained")
+        axes = figure.subplots()
+        for name, values in lengths.items():
+            shares = np.full(len(values), 1 / len(values))
+            axes.hist(values, edges, weights=shares, label=name, histtype="step")
+        axes.axvline(seq_len, color="grey", ls="--", label=f"a window, {seq_len:,}")
+        axes.set(xscale="log", xlabel="length of a document (tokens)", ylabel="share of documents")
+        axes.legend()
+        try:
+            figure.savefig(image, format=image_format, dpi=150, metadata={"Software": None})
+        except ValueError as error:
+            raise usage_error("--plot", path, f"cannot be written: {error}") from error
     write_output("plot", path, image.getvalue())

@@ -9,8 +9,6 @@ import hashlib
 import heapq
 import io
 import itertools
-import re
-import sys
 from collections.abc import Iterable, Iterator
 
 from etils import epath
@@ -21,7 +19,7 @@ from prope.data.sources.base import Source, cut_text
 from prope.data.sources.find import find_source, weighted_sources
 from prope.data.store.pack import is_validation
 from prope.data.tokenizer import GEMMA_IDS, load_tokenizer
-from prope.errors import log, usage_error
+from prope.errors import first_line, log, usage_error
 from prope.runtime.files import is_url, write_output
 from prope.runtime.validate import validate
 
@@ -73,9 +71,8 @@ def train_tokenizer(
 
 def _train_documents(source: Source, validation_fraction: float) -> Iterator[bytes]:
     """Yields the training documents of a source, with a progress bar in a terminal."""
-    hidden = not sys.stderr.isatty()
     total = source.num_bytes
-    with tqdm(total=total, unit="B", unit_scale=True, desc="text", disable=hidden) as bar:
+    with tqdm(total=total, unit="B", unit_scale=True, desc="text", disable=None) as bar:
         for document in itertools.chain.from_iterable(chunk.read() for chunk in source.chunks):
             bar.update(len(document.text))
             if not is_validation(document.split_key, validation_fraction):
@@ -143,8 +140,6 @@ def _learn(lines: list[bytes], vocab_size: int, model_type: str) -> bytes:
             minloglevel=1,
         )
     except (RuntimeError, OSError) as error:
-        reason = re.sub(r"^.*\]\s*| or decrease .*", "", str(error).strip())
-        problem = f"SentencePiece cannot learn it from {len(lines):,} lines"
-        cause = reason or "it finds no text in them"
-        raise usage_error("--vocab_size", vocab_size, f"{problem}: {cause}") from None
+        problem = f"SentencePiece cannot learn it from {len(lines):,} lines: {first_line(error)}"
+        raise usage_error("--vocab_size", vocab_size, problem) from None
     return model.getvalue()

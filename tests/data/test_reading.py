@@ -2,16 +2,12 @@
 
 import errno
 import os
-import pathlib
-import re
 
 import pytest
 from etils import epath
-from support.text import WIKIPEDIA as NAME
-from support.text import articles, write_text, write_tfds
+from support.text import articles, write_dataset
 from support.text import data_config as settings
 
-from prope import command
 from prope.data.sources import tfds
 from prope.data.sources.find import find_source
 from prope.errors import RunFailed
@@ -67,13 +63,12 @@ def broken(monkeypatch, name, code, times):
 
 
 def source_of(tmp_path, kind):
-    if kind == "text":
-        return settings(tmp_path, "files", write_text(tmp_path / "text", articles())), "b.jsonl"
-    write_tfds(tmp_path / "data", kind, articles())
-    return settings(tmp_path, NAME, tmp_path / "data"), f"wikipedia-train.{kind}-00001"
+    dataset = write_dataset(tmp_path / "data", kind, articles())
+    name = "b.jsonl" if kind == "files" else f"wikipedia-train.{kind}-00001"
+    return settings(tmp_path, dataset, tmp_path / "data"), name
 
 
-@pytest.mark.parametrize("kind", ["array_record", "tfrecord", "text"])
+@pytest.mark.parametrize("kind", ["array_record", "tfrecord", "files"])
 def test_storage_that_fails_is_tried_again_and_is_not_damage(tmp_path, monkeypatch, kind):
     config, name = source_of(tmp_path, kind)
     source = find_source(config)
@@ -98,37 +93,3 @@ def test_a_folder_that_may_not_be_listed_is_not_incomplete(tmp_path, monkeypatch
         RunFailed, match="data: cannot be read: Permission denied; nothing was changed"
     ):
         find_source(config)
-
-
-@pytest.mark.slow
-def test_a_tfrecord_file_is_read_once_by_its_parts(tmp_path, monkeypatch):
-    """In bytes that the process asks the operating system for, whoever asks."""
-    monkeypatch.setattr(tfds, "chunk_bytes", lambda total: total // 20)
-    folder = write_tfds(tmp_path / "data", "tfrecord", articles(20_000))
-    source = find_source(settings(tmp_path, NAME, tmp_path / "data"))
-    assert len(source.chunks) >= 20
-    size = sum(path.stat().st_size for path in folder.glob("*tfrecord*"))
-
-    def read() -> int:
-        return int(re.search(r"rchar: (\d+)", pathlib.Path("/proc/self/io").read_text())[1])
-
-    next(source.chunks[0].read())  # imports
-    before = read()
-    assert sum(1 for _ in source.documents()) == 20_000
-    assert read() - before < 2 * size
-
-
-def test_a_missing_package_is_one_line_with_the_command(monkeypatch, capsys):
-    for package, install in (
-        ("sentencepiece", "pip install -e ."),
-        ("transformers.models", r"pip install -e '.\[hf\]'"),
-    ):
-        error = ModuleNotFoundError(f"No module named {package!r}", name=package)
-        monkeypatch.setattr("sys.argv", ["command"])
-        codes = []
-        command.run(lambda error=error: (_ for _ in ()).throw(error), lambda: None, codes.append)
-        said = capsys.readouterr().err
-        assert codes == [2] and said.count("\n") == 1
-        assert re.match(
-            rf"error: the Python package {package.split('.')[0]} is not installed: {install}", said
-        ), said

@@ -29,20 +29,16 @@ def refused(config, *mentions, vocab_size=260):
 # --- Files of text ----------------------------------------------------------------------------
 
 
-SPOILED = '{"text": "ein Stück"}\n'
 ENCODINGS = ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1"]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in articles())
 # What is wrong in the third line of a file, and what the line that refuses it mentions.
 WRONG_LINES = [
     (b'{"text": "a"', "JSON"),
-    (b'{"text": "\xff"}', "byte 10"),
+    (b'{"text": "\xff"}', "position 10"),
     (b'{"text": "\\ud800"}', "surrogate"),
     (b'{"text": 3}', "config.data.text_feature"),
     (b'{"content": "a", "id": 1}', "'content', 'id'"),
-    (b"3", "config.data.text_feature"),
-    (b"[1]", "jq"),
     (b' [{"text": "a"},', "jq"),
-    (b"{", "JSON"),
     (b'{"text": ' + b"[" * 100_000, "JSON"),
 ]
 
@@ -58,31 +54,23 @@ def test_a_line_that_is_no_document(tmp_path, monkeypatch, line, mentions):
     assert not list(tmp_path.rglob("index.json"))
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-@pytest.mark.parametrize("few", [True, False])
-def test_text_in_another_encoding(tmp_path, monkeypatch, name, few):
-    if not few:
-        monkeypatch.setattr(files, "FEW_TEXTS", 0)
-    for encoding in ENCODINGS:
-        folder = tmp_path / encoding
+BAD_FILES = [
+    *(("a.txt", "ein Stück".encode(encoding)) for encoding in ENCODINGS),
+    *(("a.jsonl", '{"text": "ein Stück"}'.encode(encoding)) for encoding in ENCODINGS),
+    ("a.txt.gz", gzip.compress(LINES.encode())[:5000]),
+    ("a.jsonl.gz", gzip.compress(LINES.encode())[:5000]),
+    ("a.jsonl.gz", b"not compressed"),
+]
+
+
+@pytest.mark.parametrize("few", [16, 0])
+def test_a_file_that_is_damaged_or_in_another_encoding(tmp_path, monkeypatch, few):
+    monkeypatch.setattr(files, "FEW_TEXTS", few)
+    for number, (name, content) in enumerate(BAD_FILES):
+        folder = tmp_path / str(number)
         folder.mkdir()
-        (folder / name).write_bytes(SPOILED.encode(encoding))
+        (folder / name).write_bytes(content)
         refused(data_config(tmp_path, "files", folder), f"{folder}/{name}")
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("z.txt", b"fine so far \xff\xfe"),
-        ("z.txt.gz", gzip.compress(LINES.encode())[:5000]),
-        ("z.jsonl.gz", gzip.compress(LINES.encode())[:5000]),
-        ("z.jsonl.gz", b"not compressed"),
-    ],
-)
-def test_a_file_that_is_damaged(tmp_path, name, content):
-    folder = write_text(tmp_path / "text", articles())
-    (folder / name).write_bytes(content)
-    refused(data_config(tmp_path, "files", folder), f"{folder}/{name}: ")
     assert not list(tmp_path.rglob("index.json"))
 
 
@@ -108,15 +96,12 @@ def test_a_document_that_is_too_long(tmp_path, monkeypatch, name):
     ("dataset", "folder", "mentions"),
     [
         (NAME, "none", "mkdir -p {root}/none/wikipedia/20230601.en"),
-        (NAME, "empty", "gs://tfds-data/datasets/wikipedia/20230601.en/1.0.0"),
         ("lm1b", "empty", "tfds build lm1b"),
         ("files", "none", "config.data.data_dir={root}/none"),
-        ("files", "empty", "config.data.data_dir={root}/empty"),
-        ("files", "other", "2 left out (1 hidden, 1 ending in .parquet)"),
+        ("files", "other", "2 left out (1 hidden, 1 with another ending)"),
         ("wikipedia", "none", "20230601.simple/1.0.0"),
         ("wikipedia/20230601.de", "none", "{root}/none/wikipedia/20230601.de"),
         ("wikipedia/20220620.simple:1.0.0", "none", "wikipedia/20220620.simple/1.0.0 "),
-        ("wikipedia/20230601.simpel", "none", "did you mean 20230601.simple?"),
         ("wikipedia_toxicity_subtypes", "none", "tfds build wikipedia_toxicity_subtypes "),
     ],
 )
@@ -131,7 +116,7 @@ def test_data_that_is_not_there(tmp_path, dataset, folder, mentions):
 
 
 @pytest.mark.parametrize("dataset", EMBEDDED)
-@pytest.mark.parametrize("name", [None, "python3.zip", "test/a.py"])
+@pytest.mark.parametrize("name", [None, "test/a.py"])
 def test_a_library_without_source_files(tmp_path, monkeypatch, dataset, name):
     if name:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -229,8 +214,6 @@ SEQUENCE = "tensorflow_datasets.core.features.sequence_feature.Sequence"
 CODE_RUNNERS = {
     "feature": lambda text: _features(text=text, more=EVIL),
     "top": lambda text: _features(text=text) | {"pythonClassName": "evil.Evil"},
-    "snake case": lambda text: _features(text=text, more={"python_class_name": "evil.Evil"}),
-    "nested": lambda text: _features(text=text, more=_features(a=_features(b=EVIL))),
     "sequence": lambda text: _features(
         text=text, more={"pythonClassName": SEQUENCE, "sequence": {"feature": EVIL}}
     ),

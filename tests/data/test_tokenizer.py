@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 import tracemalloc
 import types
 import unicodedata
@@ -32,7 +31,6 @@ from prope.config import default_config, differences
 from prope.data import view
 from prope.data.mixture import open_windows
 from prope.data.sources.find import find_source
-from prope.data.store.build import open_store
 from prope.data.store.pack import is_validation
 from prope.data.tokenizer import (
     ByteTokenizer,
@@ -122,18 +120,15 @@ def processor(path):
 def test_a_trained_model_has_gemmas_special_ids(model):
     trained = processor(model[0])
     assert [trained.id_to_piece(i) for i in range(4)] == ["<pad>", "<eos>", "<bos>", "<unk>"]
-    assert [trained.is_control(i) for i in range(4)] == [True, True, True, False]
-    assert trained.is_unknown(3)
     assert sum(trained.is_byte(i) for i in range(330)) == 256
-    assert trained.encode("rope")[0] > 259, "it has learnt something"
+    assert load_tokenizer(str(model[0])).special == SpecialIds(0, 1, 2, 3)
 
 
-def test_the_same_text_gives_the_same_file(model, config, tmp_path):
+def test_the_same_text_gives_the_same_file(model, config, bucket):
     path, kind = model
-    again = tmp_path / "another name.model"
+    again = epath.Path(bucket) / "another-name.model"
     train_tokenizer(config, str(again), 330, kind, 10**6)
     assert again.read_bytes() == path.read_bytes()
-    assert list(tmp_path.iterdir()) == [again]
 
 
 def test_held_out_documents_are_not_learnt_from(model, config, tmp_path):
@@ -201,34 +196,22 @@ def test_documents_are_cut_into_lines_without_a_loss():
         assert all(line.decode() for line in lines), "no character is cut"
 
 
-def test_a_line_of_32_mb_is_cut_in_one_pass():
-    """A copy of the rest for every cut would move 130 GB, in about a minute."""
-    line = b"word of a rope " * 2_236_962
-    start = time.perf_counter()
-    assert sum(map(len, split_lines(line))) == len(line)
-    assert time.perf_counter() - start < 15
-
-
 def test_the_sample_is_bounded_and_depends_on_the_text_alone():
-    def documents():
-        return (f"line {i}\n".encode() * 3 for i in range(20_000))
-
-    size = sum(map(len, documents()))
-    all_lines, total = sample(documents(), size)
+    documents = [f"line {i}\n".encode() * 3 for i in range(20_000)]
+    size = sum(map(len, documents))
+    all_lines, total = sample(documents, size)
     assert total == size == sum(map(len, all_lines))
     tracemalloc.start()
-    lines, total = sample(documents(), 50_000)
+    lines, _ = sample(documents, 50_000)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert total == size
     assert 49_900 < sum(map(len, lines)) <= 50_000
     assert peak < 2_000_000
     assert all_lines[: len(lines)] == lines, "those with the smallest hashes"
-    from_reversed, _ = sample(reversed(list(documents())), 50_000)
+    from_reversed, _ = sample(reversed(documents), 50_000)
     assert sorted(from_reversed) == sorted(lines)
     numbers = [int(line.split()[1]) for line in lines]
     assert abs(np.mean(numbers) - 10_000) < 500, "from everywhere"
-    assert len(set(numbers)) > 0.7 * len(numbers)
 
 
 # --- tokenizer.json of five families ----------------------------------------------------------
@@ -345,45 +328,32 @@ def reference(folder):
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def test_the_special_ids_are_the_familys(family):
-    folder, special, _ = family
-    for place in (folder, folder / "tokenizer.json"):
-        tokenizer = load_tokenizer(str(place))
-        assert tokenizer.special == special
-    ids = reference(folder).get_vocab()
-    assert tokenizer.vocab_size == max(ids.values()) + 1
-    assert tokenizer.text_size == tokenizer.vocab_size - ("<image>" in ids)
-
-
 def test_ids_are_the_librarys_and_texts_come_back(family):
     folder, special, comes_back = family
     ours = load_tokenizer(str(folder))
     theirs = reference(folder)
+    assert ours.special == load_tokenizer(str(folder / "tokenizer.json")).special == special
+    vocabulary = theirs.get_vocab()
+    assert ours.vocab_size == max(vocabulary.values()) + 1
+    assert ours.text_size == ours.vocab_size - ("<image>" in vocabulary)
     for text in [*TEXTS, *articles(40)[30:]]:
         ids = ours.encode(text.encode())
         assert ids.dtype == np.int32
         assert ids.tolist() == theirs.encode(text, add_special_tokens=False).ids
-        assert ours.decode(ids) == comes_back(text)
         padded = [special.start, *ids, special.eos, special.pad, 10**6, -1]
-        assert ours.decode(padded) == comes_back(text)
-
-
-def test_text_that_spells_special_tokens_stays_text(family):
-    folder, *_ = family
-    ours = load_tokenizer(str(folder))
+        assert ours.decode(ids) == ours.decode(padded) == comes_back(text)
     ids = ours.encode(SPELLED.encode())
-    added = {token.content: i for i, token in reference(folder).get_added_tokens_decoder().items()}
+    added = {token.content: i for i, token in theirs.get_added_tokens_decoder().items()}
     assert not {added[name] for name in added if name in SPELLED} & set(ids.tolist())
-    assert ours.decode(ids) == SPELLED
+    assert ours.decode(ids) == SPELLED, "text that spells special tokens stays text"
 
 
 def test_an_end_token_that_is_an_ordinary_one_is_not_text(tmp_path):
-    folder = write(smollm, tmp_path)
-    file = folder / "tokenizer.json"
+    file = write(smollm, tmp_path) / "tokenizer.json"
     values = json.loads(file.read_text())
     values["added_tokens"][0]["special"] = False
     file.write_text(json.dumps(values))
-    assert 0 not in load_tokenizer(str(folder)).encode(b"a<|endoftext|>b")
+    assert 0 not in load_tokenizer(str(file)).encode(b"a<|endoftext|>b")
 
 
 def test_the_fingerprint_is_of_what_decides_the_ids(tmp_path):
@@ -410,7 +380,6 @@ def test_the_fingerprint_is_of_what_decides_the_ids(tmp_path):
     [
         ({"bos_token": "<|im_end|>", "add_bos_token": True}, 0),
         ({"bos_token": "<|im_start|>", "add_bos_token": True}, 1),
-        ({"bos_token": "<|im_start|>"}, 0),
         ({"bos_token": "<|im_start|>", "add_bos_token": False}, 0),
     ],
 )
@@ -476,6 +445,7 @@ def test_windows_of_every_family(tmp_path, family):
     weights = np.ones(predicted) if special.bos is None else stream[1:] != special.bos
     np.testing.assert_array_equal(flat["weights"][:predicted], weights)
     assert flat["weights"].sum() == weights.sum() == windows.store.targets("train")
+    assert not flat["segment_ids"][len(stream) :].any()
     starts = np.flatnonzero(np.diff(numbers, prepend=-1))
     for place in range(predicted):
         window = place - place % 32
@@ -490,26 +460,7 @@ def test_beginnings_of_documents(tmp_path, family):
     windows = windows_of(tmp_path, folder, bos_every_window=True)
     assert (windows.read(range(3))["tokens"][:, 0] == special.start).all()
     assert all(tokens[0] == special.start for tokens in windows.document_starts(3))
-    lengths = view.document_lengths(windows.store)
-    np.testing.assert_array_equal(lengths, np.bincount(numbers))
-
-
-def test_weights_do_not_depend_on_the_value_of_padding(tmp_path):
-    documents(tmp_path)
-    batches = []
-    for name, pad in (("a", None), ("b", "<|im_start|>")):
-        folder = tmp_path / name
-        folder.mkdir()
-        write(smollm, folder)
-        if pad:
-            config = folder / "tokenizer_config.json"
-            values = json.loads(config.read_text())
-            config.write_text(json.dumps(values | {"pad_token": pad}))
-        windows = windows_of(tmp_path, folder, mask_documents=True)
-        batches.append(windows.read([windows.count - 1]))
-    assert batches[0]["tokens"][0, -1] == 0 and batches[1]["tokens"][0, -1] == 1
-    for name in ("weights", "positions", "segment_ids"):
-        np.testing.assert_array_equal(batches[0][name], batches[1][name])
+    np.testing.assert_array_equal(view.document_lengths(windows.store), np.bincount(numbers))
 
 
 # --- Runs and checkpoints ---------------------------------------------------------------------
@@ -535,14 +486,14 @@ def test_a_run_is_evaluated_by_documents(tmp_path, make, ends):
     assert names[0] == ("<eos>" if ends else "<bos>")
 
 
-def test_no_id_is_sampled_that_the_tokenizer_lacks():
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.0, None, 1.0), (1.0, 3, 0.9)])
+def test_no_id_is_sampled_that_the_tokenizer_lacks(temperature, top_k, top_p):
     logits = jnp.zeros((2, 400)).at[:, 303:].set(1000.0)
     keys = generation.row_keys(0, 2)
-    for temperature, top_k, top_p in ((0.0, None, 1.0), (1.0, None, 1.0), (1.0, 3, 0.9)):
-        sampling = Sampling(8, temperature, top_k, top_p, vocab_size=303)
-        for position in range(9):
-            tokens = generation.sample_tokens(sampling, logits, keys, jnp.full(2, position))
-            assert tokens.max() < 303
+    sampling = Sampling(8, temperature, top_k, top_p, vocab_size=303)
+    for position in range(9):
+        tokens = generation.sample_tokens(sampling, logits, keys, jnp.full(2, position))
+        assert tokens.max() < 303
 
 
 @pytest.mark.parametrize(
@@ -571,33 +522,6 @@ def test_a_text_begins_and_ends_as_the_tokenizer_has_it(tmp_path, monkeypatch, m
     result = generation.continue_prompts(run, None, ["a"], Sampling(6), 0)
     assert result["texts"] == [" b"]
     assert result["tokens"] == len(continuation)
-
-
-@pytest.mark.slow
-def test_a_run_trains_with_a_folder(tmp_path, run_command):
-    folder = tmp_path / "files"
-    folder.mkdir()
-    write(qwen, folder)
-    documents(tmp_path)
-    flags = [
-        "--config=configs/quickstart.py:tiny",
-        "--config.data.dataset=files",
-        f"--config.data.data_dir={tmp_path}/text",
-        f"--config.data.cache_dir={tmp_path}/cache",
-        f"--config.data.tokenizer={folder}",
-        "--config.data.seq_len=32",
-        "--config.data.num_workers=2",
-        "--config.model.vocab_size=400",
-        "--config.num_steps=4",
-        "--config.optimizer.warmup_steps=1",
-    ]
-    shown = run_command("prope.data.inspect", *flags)
-    assert shown.result["documents_in_rows"] > 1, shown.stderr
-    run = f"--workdir={tmp_path}/run"
-    trained = run_command("prope.train", *flags, run)
-    assert np.isfinite(trained.result["eval_loss"]), trained.stderr
-    said = run_command("prope.sample", run, "--prompt=The", "--length=5")
-    assert said.result["tokens"] >= 1, said.stderr
 
 
 @pytest.fixture
@@ -658,41 +582,31 @@ def test_a_mistral_model_of_sentencepiece(tmp_path, caplog):
     )
     file = str(tmp_path / "tokenizer.model")
     ours = load_tokenizer(str(tmp_path))
-    theirs = sentencepiece.SentencePieceProcessor(model_file=file)
     assert ours.special == SpecialIds(2, 2, 1, 0)
-    assert ours.fingerprint == load_tokenizer(file).fingerprint
     for text in TEXTS:
         ids = ours.encode(text.encode())
-        assert ids.tolist() == theirs.encode(text)
+        assert ids.tolist() == processor(file).encode(text)
         assert ours.decode(ids) == text.replace("▁", " ")
-    text = documents(tmp_path)[0]
-    stream = read_tokens(windows_of(tmp_path, file).store, "train")
-    first = [1, *theirs.encode(text), 2]
-    assert stream[: len(first)].tolist() == first
     (tmp_path / "out").mkdir()
     write_tokenizer(file, ours, epath.Path(tmp_path / "out"))
     assert "AutoTokenizer leaves out the space" in caplog.text
-    assert load_tokenizer(str(tmp_path / "out")).special == ours.special
+    written = load_tokenizer(str(tmp_path / "out"))
+    assert (written.special, written.fingerprint) == (ours.special, ours.fingerprint)
 
 
-@pytest.mark.parametrize("name", ["words", "words/", "checkpoints", "words/tokenizer.json"])
-def test_what_lies_in_a_run_is_its_tokenizer_if_it_is_one(tmp_path, name):
+@pytest.mark.parametrize(("name", "is_one"), [("words/", True), ("checkpoints", False)])
+def test_what_lies_in_a_run_is_its_tokenizer_if_it_is_one(tmp_path, name, is_one):
     """And another folder of that name is not."""
-    original = tmp_path / "elsewhere" / name
     config = default_config()
-    config.data.tokenizer = f"{original}/" if name.endswith("/") else str(original)
+    config.data.tokenizer = f"{tmp_path}/elsewhere/{name}"
     write_config(tmp_path, config)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "words").mkdir()
     write(smollm, tmp_path / "words")
     found = read_config(tmp_path).data.tokenizer
-    if name.startswith("words") and not name.endswith("json"):
-        assert found == str(tmp_path / "words")
-        assert load_tokenizer(f"file://{found}/").fingerprint == load_tokenizer(found).fingerprint
-        config.data.tokenizer = found
-        assert not differences(config, read_config(tmp_path))
-    else:
-        assert found == str(original)
+    assert found == (str(tmp_path / "words") if is_one else config.data.tokenizer)
+    config.data.tokenizer = found
+    assert not differences(config, read_config(tmp_path))
 
 
 # --- What cannot be used ----------------------------------------------------------------------
@@ -706,7 +620,7 @@ NEW = {"model": {"type": "New"}}
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        *(("tokenizer.json", content) for content in ("{", "[]", '{"model": null}', "[" * 100_000)),
+        *(("tokenizer.json", content) for content in ("{", "[]", "[" * 100_000)),
         *(("tokenizer.json", json.dumps(values)) for values in (NEW, NO_TOKENS, NO_END)),
         ("tokenizer.model", "not a model"),
         ("tokenizer.model", ""),
@@ -720,24 +634,12 @@ def test_files_that_are_no_tokenizer(tmp_path, name, content):
         (tmp_path / name).write_text(content)
     says = refusal(load_tokenizer, str(folder))
     assert says.startswith(f"config.data.tokenizer={folder}: ")
-    data = data_config(tmp_path, tokenizer=str(folder))
-    assert refusal(open_store, data, 400) == says
-    if name == "tokenizer.json":
-        assert refusal(load_tokenizer, f"{folder}/{name}").startswith("config.data.tokenizer=")
-
-
-def test_a_model_that_is_cut_short(model):
-    path, _ = model
-    cut = path.with_name("cut.model")
-    cut.write_bytes(path.read_bytes()[:500])
-    assert f"config.data.tokenizer={cut}" in refusal(load_tokenizer, str(cut))
 
 
 @pytest.mark.parametrize(
     ("flags", "mentions"),
     [
         ({"vocab_size": 260}, "--vocab_size=260: "),
-        ({"vocab_size": 270}, "--vocab_size=270: "),
         ({"vocab_size": 90_000}, "--vocab_size=90000: "),
         ({"vocab_size": 90_000, "model_type": "bpe"}, "--vocab_size=90000: "),
         ({"sample_bytes": 1}, "0 lines"),
@@ -754,10 +656,8 @@ def test_models_that_cannot_be_trained(config, tmp_path, flags, mentions):
 @pytest.mark.parametrize(
     ("make", "vocab_size", "fields", "mentions"),
     [
-        (llama, 290, {}, "vocab_size=290"),
         (qwen, 301, {}, "vocab_size=301"),
         (llama, 400, {"eos_token_id": 5}, "eos_token_id=5"),
-        (llama, 400, {"bos_token_id": 5}, "bos_token_id=5"),
         (smollm, 400, {"eos_token_id": [0, 400]}, "eos_token_id=[0, 400]"),
     ],
 )

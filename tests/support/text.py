@@ -75,6 +75,15 @@ def write_text(root, texts):
     return root
 
 
+def write_dataset(folder, kind, texts):
+    """Writes texts as "files" or in a format of TFDS; returns the name for config.data.dataset."""
+    if kind == "files":
+        write_text(folder, texts)
+        return "files"
+    write_tfds(folder, kind, texts)
+    return WIKIPEDIA
+
+
 def data_config(tmp_path, dataset="python_docs", data_dir="", **fields):
     """config.data of a dataset, with a cache below tmp_path."""
     config = default_config().data

@@ -411,18 +411,6 @@ def test_trained_evaluated_and_shown_as_any_other(train, run_command, tmp_path):
     assert shown["fingerprint"] == windows("synthetic/recall").store.fingerprint
 
 
-@pytest.mark.parametrize("task", KINDS)
-def test_a_window_is_shown_with_its_answers(task):
-    generated = windows(f"synthetic/{task}")
-    text = words(generated.window(24).stream)
-    shown = re.sub(" +", " ", "\n".join(generated.describe(24)))
-    assert " ".join(text[:10]) in shown
-    for place, (kind, answer, distance) in solve(text[:-1]).items():
-        source = place - distance
-        row = f"{place} {kind} {text[place]} {answer} 1 {distance} {text[source]} at {source}"
-        assert row in shown
-
-
 # --- Bad input --------------------------------------------------------------------------------
 
 COPY = {"weight": 1, "dataset": "synthetic/copy"}

@@ -6,7 +6,6 @@ each of which is a document: it uses names thousands of bytes after their defini
 """
 
 import ast
-import collections
 import functools
 import hashlib
 import json
@@ -33,8 +32,6 @@ _EXCLUDED = {
     "idle_test",
 }
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-# Fields of a statement that hold statements, in the order of Python's syntax trees.
-_BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
 _SHORTEST = 50_000  # bytes of a file of python_source
 _LONGEST = 200_000
 
@@ -115,19 +112,9 @@ def _docstrings(file: pathlib.Path) -> list[str]:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):  # a few files of the library are not meant to be compiled
         return []
-    nodes = [node for node in _statements(tree) if isinstance(node, _DOCUMENTED)]
+    nodes = [node for node in ast.walk(tree) if isinstance(node, _DOCUMENTED)]
     docstrings = [ast.get_docstring(node) for node in nodes]
     return [text for text in docstrings if text]
-
-
-def _statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yields a module and its statements, in the order of `ast.walk`, without expressions."""
-    waiting = collections.deque([tree])
-    while waiting:
-        node = waiting.popleft()
-        yield node
-        for field in _BLOCKS:
-            waiting.extend(getattr(node, field, ()))
 
 
 def _read_source(files: _Files) -> Iterator[Document]:

@@ -254,6 +254,8 @@ def _version_folder(name: str, data_dir: epath.Path) -> epath.Path:
 
     As in TFDS, `name` may itself end in a version.
     """
+    from tensorflow_datasets.core.utils.version import list_all_versions
+
     folder = data_dir / name.replace(":", "/")
     try:
         entries = list(folder.iterdir())
@@ -262,19 +264,13 @@ def _version_folder(name: str, data_dir: epath.Path) -> epath.Path:
         raise usage_error("config.data.data_dir", data_dir, problem) from None
     if folder / "dataset_info.json" in entries:
         return folder
-    versions = [
-        entry
-        for entry in entries
-        if entry.match("*.*.*") and (entry / "dataset_info.json").is_file()
-    ]
-    if not versions:
+    versions = list_all_versions(folder)  # from the oldest on
+    prepared = [folder / str(v) for v in versions]
+    prepared = [path for path in prepared if (path / "dataset_info.json").is_file()]
+    if not prepared:
         reason = f"there is no dataset_info.json in {folder} or in a version below it"
         raise incomplete(name, data_dir, reason)
-
-    def version_numbers(version: epath.Path) -> list[int]:
-        return [int(n) if n.isdigit() else 0 for n in version.name.split(".")]
-
-    return max(versions, key=version_numbers)
+    return prepared[-1]
 
 
 def incomplete(name: str, data_dir: epath.Path, reason: str) -> UsageError:
@@ -291,20 +287,16 @@ def download_hint(name: str, data_dir: str | epath.Path) -> str:
     if dataset != "wikipedia":
         build = f"tfds build {name} --file_format=array_record --data_dir={data_dir}"
         return f"; prepare it with TFDS (any machine): {build}"
-    from tensorflow_datasets.text.wikipedia import Wikipedia
 
     def copy(config: str) -> str:
         source = f"gs://tfds-data/datasets/wikipedia/{config}/1.0.0"
         target = f"{data_dir}/wikipedia/{config}"
         return f"mkdir -p {target} && gcloud storage cp -r {source} {target}/"
 
-    config = configs[0] if configs else "20230601.simple"
-    known = [known.name for known in Wikipedia.BUILDER_CONFIGS]
-    if config not in known:
-        example = f"give one of {len(known)} such as wikipedia/20230601.simple"
-        return f"; there is no wikipedia/{config}{nearest(config, known)}: {example}"
+    simple = "20230601.simple"
+    english = "20230601.en"
     download = "; read gs://tfds-data/datasets, or download the prepared copy"
-    if config not in ("20230601.simple", "20230601.en"):
-        return f"{download}: {copy(config)}"
-    simple = f"{copy('20230601.simple')} (config.data.dataset=wikipedia/20230601.simple)"
-    return f"{download} (284 MB): {simple}, or all of English (21 GB): {copy('20230601.en')}"
+    if configs and configs[0] not in (simple, english):
+        return f"{download}: {copy(configs[0])}"
+    small = f"{copy(simple)} (config.data.dataset=wikipedia/{simple})"
+    return f"{download} (284 MB): {small}, or all of English (21 GB): {copy(english)}"
