@@ -255,12 +255,17 @@ def write_array(
     spec = _spec(path, split) | {"metadata": _metadata(dtype, size)}
     store = ts.open(spec, context=CONTEXT, create=True, open=True).result()
     start = 0
+    writing = None
     for shard in _join(arrays, SHARD):
         if folder.read("index.json").result().state == "value":
             raise FileExistsError(path)
+        if writing is not None:
+            writing.result()
         stop = start + len(shard)
-        store[start:stop].write(shard).result()
+        writing = store[start:stop].write(shard)  # while the next one is read
         start = stop
+    if writing is not None:
+        writing.result()
 
 
 def _join(arrays: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
