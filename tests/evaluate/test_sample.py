@@ -185,7 +185,7 @@ def test_a_cache_keeps_of_a_window_what_a_chunk_sees_and_nothing_of_layers_that_
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-@pytest.mark.parametrize("fields", VARIANTS, ids=str)
+@pytest.mark.parametrize("fields", VARIANTS[:2], ids=str)
 def test_tokens_equal_those_of_the_full_forward(fields, temperature, monkeypatch):
     """Of prompts that are read three tokens at a time, and some longer than the window's slots."""
     monkeypatch.setattr(generation, "_CHUNK", 4)
