@@ -89,7 +89,8 @@ def check_folder(folder: epath.Path, output: str | None) -> None:
         flag = "--workdir" if output is None else "--output"
         check_writable(flag, folder)
         if not is_url(folder) and not os.access(folder, os.W_OK):
-            raise usage_error(flag, folder, "cannot be written; give another folder as --output")
+            problem = "cannot be written; give --output, a folder for the results"
+            raise usage_error(flag, folder, problem)
 
     processes.call_on_first(check)
 
