@@ -1,4 +1,4 @@
-"""Asks saved checkpoints for what stands far back: eight tasks with known answers.
+"""Evaluates checkpoints on long-context tasks: eight kinds of prompts with known answers.
 
     python -m prope.ask --workdir=runs/longcontext
     python -m prope.ask --workdir=runs --tasks=niah-16,offset --seq_len=0.5x,1x,2x,4x,8x

@@ -6,8 +6,8 @@
     python -m prope.evaluate --workdir=runs --seq_len=8x --window=128,256,512 --sinks=0,4
 
 Every token of every validation document is predicted once, and losses are summed in float64, so
-the batch size does not change the result. Records are added to W/eval.jsonl, and reused. Several
-are also shown as a table; the JSON object is the last one, and holds all in short.
+the batch size does not change the result. Records are added to W/eval.jsonl, and reused. They are
+also shown as a table; the JSON object is the last one, and of several holds all in short.
 
 --window tells whether a model uses a length: it is evaluated as it is, then with layers that see so
 many keys where they had no window; with --sinks the first tokens of each text, too (Xiao et al.,
@@ -20,7 +20,6 @@ are no bits per byte, and without a predicted token no numbers at all: they are 
 from absl import flags
 
 from prope import command
-from prope.errors import log
 from prope.inference import options
 
 _SHORT = ("workdir", "step", "rope_percentage", "seq_len", "tokens", "loss", "loss_stderr")
@@ -30,7 +29,7 @@ _SHORT += ("bits_per_byte",)
 def define_flags() -> None:
     """Defines the command's flags."""
     options.define_flags("eval.jsonl")
-    windows = "number of windows, evenly spread; all by default"
+    windows = "number of windows, evenly spread, longer ones of more text; all by default"
     flags.DEFINE_integer("max_windows", None, windows, lower_bound=1)
     tokens = "tokens, evenly spread, the same ones at every --seq_len"
     flags.DEFINE_integer("max_tokens", None, tokens, lower_bound=1)
@@ -50,22 +49,8 @@ def main() -> dict:
 
     loss_options = options.from_flags(LossOptions)
     records = list(evaluations(loss_options))
-    if len(records) == 1:
-        _log_result(records[0])
-        return records[0]
     cut = ("window", "sinks") if loss_options.window else ()
     return options.last_line(records, _SHORT + cut)
-
-
-def _log_result(record: dict) -> None:
-    """Logs the numbers of a single evaluation in one line."""
-    if record["loss"] is None:  # which the evaluation has said
-        return
-    text = f"loss {record['loss']:.4f} nats per token, perplexity {record['perplexity']:.4g}"
-    bits = record["bits_per_byte"]
-    if bits is not None:
-        text += f", {bits:.4f} bits per byte"
-    log.info("%s, of %s tokens", text, f"{record['tokens']:,}")
 
 
 if __name__ == "__main__":

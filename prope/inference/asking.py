@@ -17,6 +17,7 @@ row            depth of the evidence, or the task's own parameter
 Axes: C candidates, R trials.
 """
 
+import collections
 import dataclasses
 import os
 import re
@@ -31,10 +32,9 @@ from prope import model
 from prope.data.store.arrays import fingerprint_of
 from prope.data.tasks.retrieval import DEPTHS
 from prope.data.tasks.tasks import FORMAT, TASKS, make_prompt, parse_tasks, split_name
-from prope.data.tokenizer import load_tokenizer
-from prope.errors import log, usage_error
+from prope.errors import usage_error
 from prope.inference import paired
-from prope.inference.generation import check_vocabulary
+from prope.inference.generation import load_vocabulary
 from prope.inference.losses import Selection
 from prope.inference.opening import configs_by_length, records
 from prope.inference.options import Options
@@ -103,15 +103,8 @@ class Prompts:
     split = "prompts"
 
     def __init__(self, task: str, T: int, config: ConfigDict, options: AskOptions):
-        if config.model.rope_scaling_type == "dynamic":
-            raise usage_error(
-                "--workdir",
-                options.workdir,
-                "tasks keep keys in a cache, which rope_scaling_type=dynamic would rotate anew",
-            )
         self.config = config
-        self._tokenizer = load_tokenizer(config.data.tokenizer)
-        check_vocabulary(self._tokenizer, config, options.workdir)
+        self._tokenizer = load_vocabulary(config, options.workdir)
         form = "compact" if config.data.tokenizer == "byte" else "prose"
         self.about = {
             "control": options.control,
@@ -145,24 +138,18 @@ class Prompts:
         )
         return encode(self._tokenizer, task, prompt)
 
-    def trials(self) -> list[Trial]:
-        """Makes all prompts, by row."""
-        numbers = range(self.about["trials"])
-        return [self.trial(row, i) for row in self.about["rows"] for i in numbers]
-
     def evaluate(self, params: model.Params, mesh: Mesh, folder: epath.Path) -> dict:
         """Asks all prompts; writes their trials into `folder`, and returns the record."""
         number = self.about["trials"]
         rows = self.about["rows"]
-        trials = self.trials()
+        trials = [self.trial(row, i) for row in rows for i in range(number)]
         T = self.seq_len
         num_ids = self._tokenizer.vocab_size
         logprobs, exact = score_trials(self.config, params, T, trials, mesh, num_ids)
         rank = rank_first(logprobs)
         cells = []
         for i, row in enumerate(rows):
-            start = i * number
-            cell = slice(start, start + number)
+            cell = slice(i * number, (i + 1) * number)
             summary = summarize(trials[cell], logprobs[cell], exact[cell], rank[cell])
             cells.append({"row": row} | summary)
         record = {
@@ -174,8 +161,6 @@ class Prompts:
             "seq_len": self.seq_len,
             "windows": len(trials),
         }
-        shown = (record["accuracy"], record["exact"], record["guess"])
-        log.info("rank 1: %.3f, exact: %.3f, best guess: %.3f", *shown)
         if processes.is_first():
             failed = 1.0 - np.stack([rank == 1, exact], axis=1)
             source = np.zeros(len(trials), int)
@@ -200,12 +185,9 @@ def summarize(
     """Computes shares with their intervals, means, and what was likeliest instead."""
     from scipy import stats
 
-    wrong: dict[str, int] = {}
-    for i in np.flatnonzero(rank != 1):
-        likeliest = int(logprobs[i, 1:].argmax())
-        kind = trials[i].kinds[likeliest]
-        wrong[kind] = wrong.get(kind, 0) + 1
-    summary = {"wrong": wrong}
+    likeliest = logprobs[:, 1:].argmax(axis=1)
+    wrong = [trials[i].kinds[likeliest[i]] for i in np.flatnonzero(rank != 1)]
+    summary = {"wrong": dict(collections.Counter(wrong))}
     for name, hits in (("accuracy", rank == 1), ("exact", exact)):
         test = stats.binomtest(int(hits.sum()), len(hits))
         interval = test.proportion_ci(method="wilson")

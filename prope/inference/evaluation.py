@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from prope.config import is_generated, override_dataset
 from prope.data.mixture import open_text
 from prope.data.sources.find import weighted_sources
-from prope.errors import log, usage_error
+from prope.errors import usage_error
 from prope.inference.losses import LossEvaluation, select
 from prope.inference.opening import configs_by_length, records
 from prope.inference.options import Options
@@ -36,39 +36,27 @@ class LossOptions(Options):
 
     def cuts(self, model: ConfigDict, T: int) -> list[tuple[int | None, int]]:
         """Returns windows of the layers that have none, each with sinks; first (None, 0), uncut."""
-        cuts = [(None, 0)]
-        if FULL in layer_kinds(model):
-            windows, sinks = self._windows_and_sinks()
-            # Where they hold T keys, the last query, too, sees all.
-            cuts += [(w, s) for w in windows for s in sinks if w + s < T]
-        return cuts
-
-    def _windows_and_sinks(self) -> tuple[list[int], list[int]]:
         windows = _parse_counts("--window", self.window or [], least=1)
         sinks = _parse_counts("--sinks", self.sinks or ["0"], least=0)
-        return windows, sinks
+        # Where they hold T keys, the last query, too, sees all.
+        cuts = [(w, s) for w in windows for s in sinks if w + s < T and FULL in layer_kinds(model)]
+        return [(None, 0), *cuts]
 
     def __post_init__(self):
         super().__post_init__()
-        self._windows_and_sinks()
         if self.sinks and not self.window:
-            raise usage_error(
-                "--sinks",
-                ",".join(self.sinks),
-                "has no effect without --window, outside of which they stay visible",
-            )
+            problem = "has no effect without --window, outside of which they stay visible"
+            raise usage_error("--sinks", ",".join(self.sinks), problem)
         if self.max_windows and self.max_tokens:
-            other = f"--max_tokens={self.max_tokens}"
-            raise usage_error(
-                "--max_windows", self.max_windows, f"{other} is given, too", "give one"
-            )
+            problem = f"conflicts with --max_tokens={self.max_tokens}; give one"
+            raise usage_error("--max_windows", self.max_windows, problem)
 
 
 def _parse_counts(flag: str, entries: list[str], least: int) -> list[int]:
     for entry in entries:
         if not entry.strip().isdecimal() or int(entry) < least:
             problem = f"{entry!r} is not a number of tokens from {least} on"
-            raise usage_error(flag, ",".join(entries), problem, "give a list such as 128,256")
+            raise usage_error(flag, ",".join(entries), problem)
     return list(dict.fromkeys(map(int, entries)))
 
 
@@ -78,9 +66,6 @@ def evaluations(options: LossOptions) -> Iterator[dict]:
     Raises UsageError, before anything is computed, where a run, a checkpoint or data is missing or
     does not fit the flags.
     """
-    if options.max_windows and "," in (options.seq_len or ""):
-        remedy = "--max_tokens reads the same text at every length"
-        log.warning("--max_windows: longer windows hold more text; %s", remedy)
     opened = {}  # evaluations that several runs share
     open_all = functools.partial(_open_lengths, options, opened)
     limits = {"max_windows": options.max_windows, "max_tokens": options.max_tokens}
@@ -93,12 +78,8 @@ def _open_lengths(
     """Opens the evaluation of each length; runs that differ by seed share one, in `opened`."""
     state = run.checkpoint.data
     if "imported_from" in state and options.dataset is None:
-        raise usage_error(
-            "--workdir",
-            run.workdir,
-            "was imported, so it has no dataset of its own",
-            "give one, such as --dataset=python_docs, or --dataset=files --data_dir=DIR",
-        )
+        problem = "was imported, without a dataset; give --dataset=files --data_dir=DIR or another"
+        raise usage_error("--workdir", run.workdir, problem)
     config = run.config.copy_and_resolve_references()
     config.eval.max_windows = options.max_windows
     override_dataset(config.data, options.dataset, options.data_dir)
@@ -106,8 +87,6 @@ def _open_lengths(
     longest = max(configs)
     if options.max_tokens:
         _check_max_tokens(options, configs, config.data)
-    if options.window and FULL not in layer_kinds(config.model):
-        log.info("%s: as it is, for no layer is without a window", run.workdir)
     evaluations = []
     for T, config_T in configs.items():
         for window, sinks in options.cuts(config_T.model, T):
@@ -128,20 +107,16 @@ def _open_lengths(
 def _check_max_tokens(options: LossOptions, lengths: Iterable[int], data: ConfigDict) -> None:
     """Raises UsageError where the same tokens cannot be read at every length."""
     if any(is_generated(source.dataset) for _, source in weighted_sources(data)):
-        problem = f"{data.dataset} has generated windows, which are others at every length"
-        raise usage_error("--max_tokens", options.max_tokens, problem, "give --max_windows")
+        problem = f"{data.dataset} has other windows at every length; give --max_windows"
+        raise usage_error("--max_tokens", options.max_tokens, problem)
     longest = max(lengths)
     if options.max_tokens < longest:
         allowed = f"must be at least a window, here of {longest} tokens"
         raise usage_error("--max_tokens", options.max_tokens, allowed)
     for T in lengths:
         if longest % T:
-            raise usage_error(
-                "--seq_len",
-                options.seq_len,
-                f"{T} does not divide the longest, {longest}",
-                "it must with --max_tokens, which reads the same tokens at every length",
-            )
+            problem = f"{T} does not divide the longest, {longest}, as it must with --max_tokens"
+            raise usage_error("--seq_len", options.seq_len, problem)
 
 
 def _open_windows(run: Run, options: LossOptions, config: ConfigDict, T: int):
@@ -152,10 +127,6 @@ def _open_windows(run: Run, options: LossOptions, config: ConfigDict, T: int):
     text_length = max(source.length for source in windows.sources)
     # At the training's length a short text is padded, as in training.
     if text_length < T and config.data.seq_len < T:
-        raise usage_error(
-            "--seq_len",
-            T,
-            f"longer than split {windows.split} of {data.dataset}, {text_length:,} tokens",
-            "give a shorter window, or more text",
-        )
+        problem = f"longer than split {windows.split} of {data.dataset}, {text_length:,} tokens"
+        raise usage_error("--seq_len", T, problem)
     return windows

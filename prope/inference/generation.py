@@ -61,18 +61,12 @@ class Sampling:
             raise usage_error("--length", self.length, "must be at least 1 token")
         if not 0 <= self.temperature < math.inf:
             raise usage_error(
-                "--temperature",
-                self.temperature,
-                "must be 0, for the likeliest token, or a finite number above",
+                "--temperature", self.temperature, "must be 0 or a finite number above"
             )
         if self.top_k is not None and self.top_k < 1:
-            raise usage_error(
-                "--top_k", self.top_k, "must be at least 1", "leave it out to keep all tokens"
-            )
+            raise usage_error("--top_k", self.top_k, "must be at least 1; without it all are kept")
         if not 0 < self.top_p <= 1:
-            raise usage_error(
-                "--top_p", self.top_p, "must be a fraction in (0, 1], where 1 keeps all tokens"
-            )
+            raise usage_error("--top_p", self.top_p, "must be in (0, 1], where 1 keeps all tokens")
 
 
 @jax.jit(static_argnums=(0, 1))
@@ -113,7 +107,8 @@ def fill_cache(
     chunks of the prompts are read one after the other: memory grows with the cache alone.
     """
     B, T = prompts.shape
-    size = _chunk_size(T)
+    chunks = -(-T // _CHUNK)
+    size = -(-T // chunks)
     at_once = max(at_once, size)
     # Nothing is written for this padding: it has no slots.
     padding = -T % size
@@ -179,24 +174,16 @@ def decode(
     return tokens, cache
 
 
-def _chunk_size(T: int) -> int:
-    """Returns how many tokens of prompts of length T are read at a time."""
-    chunks = -(-T // _CHUNK)
-    return -(-T // chunks)
-
-
-def empty_cache(
-    config: ConfigDict, batch: int, length: int, at_once: int | None = None
-) -> model.Cache:
+def empty_cache(config: ConfigDict, batch: int, length: int, at_once: int = _CHUNK) -> model.Cache:
     """Allocates a cache for the keys and values of `length` tokens of `batch` sequences.
 
-    A layer with a window keeps what `at_once` tokens, by default a chunk, can see.
+    A layer with a window keeps what `at_once` tokens can see.
     """
     cache: model.Cache = {}
     own = [layer for layer in layers(config) if not layer.shares_kv]
     for kind in dict.fromkeys(layer.kind for layer in own):
         of_kind = [layer for layer in own if layer.kind == kind]
-        slots = _num_slots(of_kind[0], length, at_once or _chunk_size(length))
+        slots = _num_slots(of_kind[0], length, at_once)
         shape = (len(of_kind), batch, of_kind[0].num_kv_heads, slots, of_kind[0].head_dim)
         cache[kind] = {name: jnp.zeros(shape, config.dtype) for name in ("key", "value")}
     return cache
@@ -300,39 +287,25 @@ def read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
         text = read_text("prompts", path, "give a text file with one prompt per line")
         texts += [line for line in text.split("\n") if line]
     if not texts:
-        raise usage_error(
-            "--prompts",
-            path,
-            "there is no prompt",
-            "give --prompt=TEXT, or a file with one prompt per line",
-        )
+        problem = "there is no prompt; give --prompt=TEXT, or a file with one prompt per line"
+        raise usage_error("--prompts", path, problem)
     return texts
 
 
-def check_vocabulary(tokenizer: Tokenizer, config: ConfigDict, workdir: str) -> None:
-    """Raises UsageError where a run's model cannot say all that its tokenizer encodes."""
+def load_vocabulary(config: ConfigDict, workdir: str) -> Tokenizer:
+    """Loads a run's tokenizer.
+
+    Raises UsageError where the model cannot say all that it encodes, or cannot have a cache.
+    """
+    if config.model.rope_scaling_type == "dynamic":
+        problem = "keys in a cache would rotate anew as the text grows: rope_scaling_type=dynamic"
+        raise usage_error("--workdir", workdir, problem)
+    tokenizer = load_tokenizer(config.data.tokenizer)
     ids = config.model.vocab_size
     if tokenizer.text_size > ids:
-        raise usage_error(
-            "config.data.tokenizer",
-            config.data.tokenizer,
-            f"has {tokenizer.text_size} ids, and the model of {workdir} {ids}",
-            "put back the tokenizer that the run was trained with",
-        )
-
-
-def _encode_prompts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Encodes prompts as documents begin; warns of tokens that the tokenizer does not know."""
-    special = tokenizer.special
-    prompts = []
-    unknown = 0
-    for text in texts:
-        ids = tokenizer.encode(text.encode())
-        prompts.append([special.start, *ids.tolist()])
-        unknown += np.count_nonzero(special.is_unknown(ids))
-    if unknown:
-        log.warning("%d tokens of the prompts are <unk>: the tokenizer does not know them", unknown)
-    return prompts
+        problem = f"has {tokenizer.text_size} ids, and the model of {workdir} {ids}"
+        raise usage_error("config.data.tokenizer", config.data.tokenizer, problem)
+    return tokenizer
 
 
 def continue_prompts(
@@ -341,17 +314,10 @@ def continue_prompts(
     """Continues `texts` with a checkpoint of a run; returns the command's JSON object."""
     run = open_run(workdir, step)
     config = run.config
-    if config.model.rope_scaling_type == "dynamic":
-        raise usage_error(
-            "--workdir",
-            workdir,
-            "keys in a cache would rotate anew as the text grows, for rope_scaling_type=dynamic",
-            "python -m prope.evaluate takes such a run",
-        )
     with processes.raise_on_all():
-        tokenizer = load_tokenizer(config.data.tokenizer)
-    check_vocabulary(tokenizer, config, workdir)
-    prompts = _encode_prompts(tokenizer, texts)
+        tokenizer = load_vocabulary(config, workdir)
+    special = tokenizer.special
+    prompts = [[special.start, *tokenizer.encode(text.encode()).tolist()] for text in texts]
     longest = max(map(len, prompts)) + sampling.length
     trained = config.data.seq_len
     if longest > trained:
@@ -359,7 +325,6 @@ def continue_prompts(
     run, params = run.first_undamaged(Run.params)
     config.model.attention = "auto"  # for this machine, which need not be the one that trained
     config.model.global_attention = None
-    special = tokenizer.special
     stops = (*special.ends, *config.data.stop_ids)
     sampling = dataclasses.replace(
         sampling, eos=special.eos, stop_ids=stops, pad=special.pad, vocab_size=tokenizer.vocab_size
@@ -368,9 +333,12 @@ def continue_prompts(
     continuations = []
     count = 0
     for text, prompt, row in zip(texts, prompts, tokens.tolist(), strict=True):
-        stop = _find_end(row, stops)
+        ends = (i for i, token in enumerate(row) if token in stops)
+        stop = next(ends, len(row))
         count += min(stop + 1, len(row))
-        continuation = _decode_after(tokenizer, prompt, row[:stop])
+        # Decoded alone, some tokenizers leave out the space before it.
+        before = len(tokenizer.decode(prompt))
+        continuation = tokenizer.decode([*prompt, *row[:stop]])[before:]
         continuations.append(continuation)
         log.info("%s%s", text, continuation)
     return {
@@ -387,17 +355,6 @@ def continue_prompts(
         "rope_percentage": config.model.rope_percentage,
         "workdir": workdir,
     }
-
-
-def _decode_after(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
-    """Decodes what follows a prompt: alone, some tokenizers leave out the space before it."""
-    before = len(tokenizer.decode(prompt))
-    return tokenizer.decode([*prompt, *ids])[before:]
-
-
-def _find_end(row: list[int], stops: tuple[int, ...]) -> int:
-    """Returns the index of the first id that ends a row, or the row's length."""
-    return next((i for i, token in enumerate(row) if token in stops), len(row))
 
 
 def generate(

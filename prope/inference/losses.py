@@ -153,7 +153,7 @@ class LossEvaluation:
         indices = self.selection.indices
         count = len(indices)
         sources = self.windows.sources
-        source_of = self._source_of_windows()
+        source_of = np.repeat(range(len(sources)), [source.count for source in sources])[indices]
         is_generated = [isinstance(source, GeneratedWindows) for source in sources]
         by_document = DocumentSums(self.seq_len, self.config.data.seq_len)
         unknown = np.zeros(len(sources))
@@ -174,7 +174,15 @@ class LossEvaluation:
         if row < count:
             return None
         sums = by_document.finish(self.windows.shares)
-        record = self._record(sums, unknown)
+        record = {
+            "fingerprint": self.selection.fingerprint,
+            "seq_len": self.seq_len,
+            "split": self.split,
+            "windows": count,
+            **summarize(sums),
+            "by_position": summarize_positions(sums),
+            **per_byte(self.windows, sums, unknown),
+        }
         if len(sources) > 1:
             record["sources"] = summarize_sources(self.windows, source_of, sums)
         if isinstance(self.windows, GeneratedWindows):
@@ -183,24 +191,6 @@ class LossEvaluation:
             with writing(sums_folder):
                 paired.write_sums(sums_folder, record, sums)
         return record
-
-    def _source_of_windows(self) -> np.ndarray:
-        """Returns the number of the source of every selected window."""
-        sizes = [source.count for source in self.windows.sources]
-        return np.repeat(range(len(sizes)), sizes)[self.selection.indices]
-
-    def _record(self, sums: paired.Sums, unknown: np.ndarray) -> dict:
-        """Makes the record of sums; `unknown` is as in `per_byte`."""
-        indices, fingerprint = self.selection
-        return {
-            "fingerprint": fingerprint,
-            "seq_len": self.seq_len,
-            "split": self.split,
-            "windows": len(indices),
-            **summarize(sums),
-            "by_position": summarize_positions(sums),
-            **per_byte(self.windows, sums, unknown),
-        }
 
     def _read(self, rows: list[int]) -> Batch:
         """Reads windows by their place in the selection; places after the last are padding."""
@@ -211,10 +201,7 @@ class LossEvaluation:
         return {name: np.concatenate([batch[name], fill[name]]) for name in batch}
 
     def _run(self, params, mesh, batch) -> dict[str, jax.Array]:
-        return self._compile(params, batch, mesh)(params, batch)
-
-    def _compile(self, params, batch, mesh) -> jax.stages.Compiled:
-        """Returns `_score`, compiled at the first call: later ones have the same shapes."""
+        """Calls `_score`, compiled at the first call: later ones have the same shapes."""
         if self._compiled is None:
             replicated = NamedSharding(mesh, PartitionSpec())
             step = jax.jit(self._score, out_shardings=replicated)
@@ -222,7 +209,7 @@ class LossEvaluation:
             size = self.config.eval.batch_size
             advice = f"lower the batch size, now {size}, or the windows' length"
             check_memory(self._compiled, advice)
-        return self._compiled
+        return self._compiled(params, batch)
 
     def _score(self, params, batch) -> dict[str, jax.Array]:
         """Scores every token of a batch, [B, T], and finds windows that end a document, [B]."""
@@ -276,11 +263,9 @@ class DocumentSums:
         Q = len(self._edges) - 1
         # Padding has weight 0, so its cell does not matter.
         cell = np.maximum(segment_ids - 1, 0) * Q + self._bucket
-        sums = []
-        for values in (losses.astype(np.float64) * weights, weights):
-            cells = np.bincount(cell, values, documents * Q)
-            sums.append(cells.reshape(documents, Q))
-        sums = np.stack(sums)
+        values = (losses.astype(np.float64) * weights, weights)
+        sums = np.stack([np.bincount(cell, x, documents * Q) for x in values])
+        sums = sums.reshape(2, documents, Q)
         if self._last == (source, index - 1) and not self._ended:
             self._windows[-1][:, -1] += sums[:, 0]
             sums = sums[:, 1:]
@@ -317,8 +302,7 @@ def summarize_positions(sums: paired.Sums) -> list[dict]:
         tokens = int(sums.tokens[:, q].sum())
         if tokens:
             loss, _ = sums.mean_and_stderr(columns=slice(q, q + 1))
-            bucket = {"from": start, "to": stop, "tokens": tokens, "loss": loss}
-            buckets.append(bucket)
+            buckets.append({"from": start, "to": stop, "tokens": tokens, "loss": loss})
     return buckets
 
 
@@ -367,9 +351,7 @@ def per_byte(windows: Windows, sums: paired.Sums, unknown: np.ndarray) -> dict:
     stores = [windows.sources[s].store for s in counted]
     bytes_per_token = [store.count("bytes", split) / store.targets(split) for store in stores]
     unigrams = [store.unigram_loss(split) for store in stores]
-    bits_per_nat = 1 / math.log(2)
-    factor = bits_per_nat / np.dot(shares, bytes_per_token)
-    unigram_loss = np.dot(shares, unigrams)
+    factor = 1 / math.log(2) / np.dot(shares, bytes_per_token)
     record["bits_per_byte"] = float(loss * factor)
-    record["unigram_bits_per_byte"] = float(unigram_loss * factor)
+    record["unigram_bits_per_byte"] = float(np.dot(shares, unigrams) * factor)
     return record

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 
-import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
@@ -24,7 +23,7 @@ from prope.encodings import (
     rotated_pairs,
 )
 from prope.errors import log, usage_error
-from prope.inference.options import Options
+from prope.inference.options import ENCODINGS, Options
 from prope.inference.paired import sums_folder
 from prope.runtime import processes
 from prope.runtime.files import append_jsonl, as_path, check_writable, is_url
@@ -46,7 +45,6 @@ def open_runs(options: Options) -> list[tuple[Run, list[str | None]]]:
     several = len(workdirs) > 1
     changed = options.encoding or options.intervene
     opened = []
-    problem = ""
     for workdir in workdirs:
         steps = list_steps(workdir)
         if several and not steps:
@@ -64,16 +62,12 @@ def open_runs(options: Options) -> list[tuple[Run, list[str | None]]]:
                 encodings = [None, *encodings]  # as it is, to compare with
             opened.append((run, encodings))
     if not opened:
-        which = f" whose encoding {changed} can change" if problem else ""
-        problem = f"no run there has a finished checkpoint{which}"
-        raise usage_error("--workdir", options.workdir, problem, "train one first")
+        which = f", and an encoding that {changed} can change" if changed else ""
+        problem = f"no run there has a finished checkpoint{which}; train one first"
+        raise usage_error("--workdir", options.workdir, problem)
     if not any(encodings for _, encodings in opened):
-        raise usage_error(
-            "--intervene",
-            options.intervene,
-            "no run there rotates these pairs",
-            "give faster ones, or remove",
-        )
+        problem = "no run there rotates these pairs; give faster ones, or remove"
+        raise usage_error("--intervene", options.intervene, problem)
     return opened
 
 
@@ -95,8 +89,8 @@ def check_folder(folder: epath.Path, output: str | None) -> None:
         flag = "--workdir" if output is None else "--output"
         check_writable(flag, folder)
         if not is_url(folder) and not os.access(folder, os.W_OK):
-            remedy = "give --output, a folder for the results"
-            raise usage_error(flag, folder, "cannot be written", remedy)
+            problem = "cannot be written; give --output, a folder for the results"
+            raise usage_error(flag, folder, problem)
 
     processes.call_on_first(check)
 
@@ -143,13 +137,12 @@ def parse_interventions(text: str, model: ConfigDict) -> list[str]:
 
 
 def changes_rotation(config: ConfigDict, encoding: str) -> bool:
-    """Tells whether an intervention does anything: pairs that do not rotate cannot be stopped."""
+    """Returns whether an intervention changes anything: a pair that stands cannot be stopped."""
     changed = config.copy_and_resolve_references()
     rescale(changed, encoding)
     changed.model.rope_scaling_factor = 2.0
     both = zip(layer_frequencies(changed.model), layer_frequencies(config.model), strict=True)
-    is_same = all(np.array_equal(after, before) for after, before in both)
-    return not is_same or encoding.startswith("remove")
+    return encoding.startswith("remove") or any((after != before).any() for after, before in both)
 
 
 def cannot_change(model: ConfigDict, encoding: str | None) -> str:
@@ -159,14 +152,14 @@ def cannot_change(model: ConfigDict, encoding: str | None) -> str:
         return ""
     if not can_rescale(model.rope_type, encoding):
         return f"rope_type={model.rope_type} has no wavelength, which {encoding} needs"
-    is_scaling = encoding in SCALINGS and encoding not in INTERVENTIONS
-    if is_scaling and None not in layer_windows(model):
+    if encoding in ENCODINGS and None not in layer_windows(model):
         return "all its layers have a window, and scalings are of layers without"
     if encoding == "yarn" and model.logit_scale == "drope":
         return "the run has logit_scale=drope, and yarn has another one"
-    if scaling == "none" or (scaling == encoding and scaling not in INTERVENTIONS):
-        return ""
-    return f"the run has rope_scaling_type={scaling}, which goes with no other scaling"
+    goes_on = encoding in ENCODINGS and encoding == scaling
+    if scaling != "none" and not goes_on:
+        return f"the run has rope_scaling_type={scaling}, which goes with no other scaling"
+    return ""
 
 
 def rescale(config: ConfigDict, encoding: str | None) -> None:
@@ -182,8 +175,7 @@ def rescale(config: ConfigDict, encoding: str | None) -> None:
     problem = cannot_change(model, encoding)
     if problem:
         flag = "--intervene" if band else "--encoding"
-        remedy = "leave it out: the run is evaluated with its own encoding"
-        raise usage_error(flag, encoding, problem, remedy)
+        raise usage_error(flag, encoding, problem)
     if band:
         model.scaled_pairs = tuple(band.split("+"))
     model.logit_scale_factor = logit_factor(model)
@@ -205,12 +197,8 @@ def parse_lengths(text: str | None, trained: int) -> list[int]:
         unit = trained if match and match[2] else 1
         length = int(float(match[1]) * unit) if match else 0
         if length == 0:
-            raise usage_error(
-                "--seq_len",
-                text,
-                f"{entry!r} is neither a number of tokens nor a multiple of the training's",
-                "give a list such as 512 or 1x,2x,8x",
-            )
+            problem = f"{entry!r} is neither a number of tokens nor a multiple, such as 2x"
+            raise usage_error("--seq_len", text, problem)
         lengths.append(length)
     return list(dict.fromkeys(lengths))
 
@@ -261,9 +249,6 @@ def _cache_key(step: int, encoding: str | None, evaluation) -> dict:
         key["encoding"] = encoding
         key["factor"] = model.rope_scaling_factor
         key["logit_factor"] = logit_factor(model)
-        is_of_all = model.rope_scaling_type in INTERVENTIONS and "@" not in encoding
-        if is_of_all and any(layer_windows(model)):
-            key["layers"] = "all"  # older records are of the layers without a window alone
     if evaluation.config.model.test_window is not None:
         key["window"] = evaluation.config.model.test_window
         key["sinks"] = evaluation.config.model.test_sinks
@@ -307,8 +292,8 @@ def _records_of_run(
             "rotated_pairs": rotated_pairs(model),
         }
         run_identity = {"init_hash": run.init_hash, "workdir": str(run.workdir)}
-        windows = "{windows} windows of {seq_len} tokens of {dataset}, split {split}"
-        description = f"step {run.step} of {run.workdir} on {windows.format(**record)}"
+        where = f"{evaluation.seq_len} tokens a window of {evaluation.dataset}"
+        description = f"step {run.step} of {run.workdir}, {where}"
 
         def find(cache_key=cache_key) -> dict | None:
             known = [record for path in files for record in read_jsonl(path)]

@@ -1,7 +1,6 @@
 """Flags that prope.evaluate and prope.ask share: which models, and at which lengths."""
 
 import dataclasses
-import os
 
 from absl import flags
 from absl.flags import FLAGS
@@ -31,16 +30,12 @@ class Options:
         if self.step not in (None, "all") and not self.step.isdecimal():
             raise usage_error("--step", self.step, "must be the number of a checkpoint, or all")
         if self.encoding and self.intervene:
-            other = f"--intervene={self.intervene}"
-            raise usage_error("--encoding", self.encoding, f"{other} is given, too", "give one")
+            problem = f"conflicts with --intervene={self.intervene}; give one"
+            raise usage_error("--encoding", self.encoding, problem)
         scaled = self.encoding or "interpolate" in (self.intervene or "")
         if self.factor is not None and not scaled:
-            raise usage_error(
-                "--factor",
-                self.factor,
-                "nothing is scaled by it",
-                "it goes with --encoding, such as yarn, or --intervene=interpolate",
-            )
+            problem = "has no effect without --encoding or --intervene=interpolate"
+            raise usage_error("--factor", self.factor, problem)
 
 
 def define_flags(file: str) -> None:
@@ -79,17 +74,9 @@ def last_line(records: list[dict], fields: tuple[str, ...]) -> dict:
     if any("encoding" in record for record in records):
         fields += ("encoding",)
     short = [{name: record.get(name) for name in fields} for record in records]
-    parent = os.path.commonpath([os.path.dirname(record["workdir"]) for record in records])
-    lines = [list(fields)]
-    for record in short:
-        shown = record | {"workdir": os.path.relpath(record["workdir"], parent)}
-        for changed in {"encoding", "window"}.intersection(fields):
-            shown[changed] = record[changed] or "as it is"
-        lines.append([_cell(value) for value in shown.values()])
-    log.info("%s", text_table(lines))
-    if len(records) == 1:
-        return records[0]
-    return records[-1] | {"evaluations": short}
+    rows = [[_cell(value) for value in record.values()] for record in short]
+    log.info("%s", text_table([list(fields), *rows]))
+    return records[0] if len(records) == 1 else records[-1] | {"evaluations": short}
 
 
 def text_table(lines: list[list[str]]) -> str:

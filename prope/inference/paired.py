@@ -26,7 +26,7 @@ from etils import epath
 from prope.errors import UsageError, usage_error
 from prope.inference.statistics import Difference, mean_and_stderr
 from prope.runtime.files import write_atomic
-from prope.workdir.records import SAME_WINDOWS, find_evaluation, find_pair, read_jsonl
+from prope.workdir.records import SAME_WINDOWS, find_pair, read_jsonl
 
 
 class Sums(NamedTuple):
@@ -85,15 +85,9 @@ def read_difference(
     others = read_jsonl(epath.Path(workdir_b) / file)
     pair = find_pair(records, others, second_fields, **fields)
     if pair is None:
-        workdir = workdir_a
-        unmatched = find_evaluation(records, **fields)
-        if unmatched:
-            workdir = workdir_b
-            fields |= {name: unmatched.get(name) for name in SAME_WINDOWS}
-            fields |= second_fields or {}
         raise UsageError(
-            f"{workdir}: has no evaluation with {fields}; "
-            f"run python -m prope.evaluate --workdir={workdir} with the flags of the other run's"
+            f"{workdir_a} and {workdir_b}: no evaluations of the same windows with {fields}; "
+            "run python -m prope.evaluate with the same flags for both"
         )
     a = _read_sums(workdir_a, pair[0])
     b = _read_sums(workdir_b, pair[1])

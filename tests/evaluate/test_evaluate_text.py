@@ -3,27 +3,24 @@
 import json
 import math
 import shutil
-import types
 
 import jax
 import numpy as np
 import pytest
 from support.runs import evaluate_run, make_run
-from support.text import write_lines
+from support.text import refusal, write_lines
 
-from prope.analysis.sequences import read_sequences
 from prope.config import default_config
-from prope.data.mixture import _warn_if_changed, open_text, open_windows
+from prope.data.mixture import open_text, open_windows
 from prope.data.store.arrays import Store
 from prope.data.store.pack import is_validation
 from prope.data.tasks import windows as generated_windows
 from prope.data.tokenizer import GEMMA_IDS
-from prope.errors import UsageError
 from prope.inference.options import last_line
 from prope.inference.paired import paired_difference
 from prope.runtime import memory
 from prope.workdir.checkpoints import Checkpoints, save_imported
-from prope.workdir.run import open_run, read_config, write_config
+from prope.workdir.run import read_config, write_config
 
 T = 32  # length in training
 
@@ -84,21 +81,6 @@ def assert_reads(record, split, texts):
     assert record["tokens"] == sum(len(text) + 1 for text in texts), "and <eos>"
 
 
-def test_text_that_has_changed_since_training_is_told(tmp_path, base, caplog):
-    shutil.copytree(base / "trained", tmp_path / "text")
-    save(tmp_path / "run", base, dataset="files", data_dir=str(tmp_path / "text"))
-    evaluate_run(tmp_path / "run")
-    assert "has changed" not in caplog.text
-    write(tmp_path / "text", 100, "xyz")
-    evaluate_run(tmp_path / "run", again=True, seq_len="1x,2x")
-    evaluate_run(tmp_path / "run", again=True, data_dir=str(base / "other"))
-    told = "has changed since training"
-    (line,) = [record.message for record in caplog.records if told in record.message]
-    assert line.startswith(
-        f"files {tmp_path}/text: the text, the tokenizer or the format has changed"
-    )
-
-
 # --- Splits -----------------------------------------------------------------------------------
 
 BOTH = ("train", "validation")
@@ -118,22 +100,17 @@ def test_foreign_text_is_evaluated_whole_and_that_of_training_held_out(run, base
 @pytest.mark.slow
 def test_the_split_can_be_chosen(run, base):
     trained = base / "trained"
-    fingerprints = {evaluate_run(run)[0]["fingerprint"]}
-    for folder, split, splits in (
-        (trained, "train", ["train"]),
-        (trained, "all", BOTH),
-        (base / "other", "validation", ["validation"]),
-    ):
-        texts = read_documents(folder, *splits)
-        (record,) = evaluate_run(run, data_dir=str(folder), split=split)
-        assert_reads(record, split, texts)
-        bits = record["tokens"] * record["loss"] / math.log(2)
-        assert record["bits_per_byte"] == pytest.approx(bits / sum(map(len, texts)), rel=1e-9)
-        fingerprints.add(record["fingerprint"])
-    assert len(fingerprints) == 4
-    # Not of the fuller evaluations on other splits.
-    held_out = read_documents(trained, "validation")
-    assert paired_difference(run, run).samples == len(held_out)
+    (held_out,) = evaluate_run(run)
+    (record,) = evaluate_run(run, split="train")
+    texts = read_documents(trained, "train")
+    assert_reads(record, "train", texts)
+    bits = record["tokens"] * record["loss"] / math.log(2)
+    assert record["bits_per_byte"] == pytest.approx(bits / sum(map(len, texts)), rel=1e-9)
+    (foreign,) = evaluate_run(run, data_dir=str(base / "other"), split="validation")
+    assert_reads(foreign, "validation", read_documents(base / "other", "validation"))
+    # Not of the fuller evaluation on another split.
+    assert record["fingerprint"] != held_out["fingerprint"]
+    assert paired_difference(run, run).samples == held_out["documents"]
 
 
 @pytest.mark.slow
@@ -159,24 +136,6 @@ def test_a_single_document_can_be_evaluated(run, tmp_path):
     assert record["loss_stderr"] is None
 
 
-@pytest.mark.parametrize(("imported", "split"), [(False, "validation"), (True, "all")])
-def test_an_analysis_reads_the_same_split(run, base, imported, split):
-    opened = open_run(run)
-    if imported:
-        opened.checkpoint.data = {"imported_from": "gemma"}
-    options = types.SimpleNamespace(text=None, dataset=None, data_dir=None, seq_len=8, sequences=40)
-    tokens, _, text = read_sequences(opened, options)
-    assert text == {"source": "files", "split": split}
-    starts = {bytes(row[1:] - 4) for row in np.array(tokens, np.uint8)}
-    splits = BOTH if split == "all" else [split]
-    read = [text[:7] for text in read_documents(base / "trained", *splits)]
-    assert len(starts) >= 20
-    assert starts <= set(read)
-    if split == "all":
-        held_out = [text[:7] for text in read_documents(base / "trained", "validation")]
-        assert not starts <= set(held_out)
-
-
 # --- Lengths ----------------------------------------------------------------------------------
 
 
@@ -197,9 +156,6 @@ def test_every_length_reads_the_same_tokens(run):
     assert evaluate_run(run, seq_len="1x,2x,4x", max_tokens=tokens) == records
     (alone,) = evaluate_run(run, max_tokens=tokens)
     assert alone["fingerprint"] != records[0]["fingerprint"], "other stretches"
-    short, long = evaluate_run(run, seq_len="1x,4x", max_tokens=10**9)
-    (whole,) = evaluate_run(run)
-    assert short["tokens"] == long["tokens"] == whole["tokens"]
 
 
 @pytest.mark.slow
@@ -213,9 +169,7 @@ def test_memory_is_estimated_before_it_is_taken(run, monkeypatch):
 
     monkeypatch.setattr(memory, "step_bytes", spy)
     monkeypatch.setattr(memory, "device_bytes", lambda device: 2 * 10**6)
-    says = "a step needs at least .* GB on every device, which has 0.002 GB: lower the batch size"
-    with pytest.raises(UsageError, match=says):
-        evaluate_run(run, seq_len="32x")
+    assert "0.002 GB" in refusal(evaluate_run, run, seq_len="32x")
     monkeypatch.setattr(memory, "device_bytes", lambda device: needed[0])
     assert len(evaluate_run(run, seq_len="32x")) == 1
 
@@ -223,9 +177,10 @@ def test_memory_is_estimated_before_it_is_taken(run, monkeypatch):
 # The default config has 4 layers, 256 wide and 1024 in the MLP, and 16 sequences.
 ACTIVATIONS = [
     ({}, 4 * 16 * 10**6 * (256 + 2 * 1024) * 4),
-    ({"model.remat": "full"}, 65_536_000_000),
-    ({"model.remat": "full", "accumulation": 4}, 16_384_000_000),
-    ({"model.remat": "full", "accumulation": 4, "model.dtype": "bfloat16"}, 8_192_000_000),
+    (
+        {"model.remat": "full", "accumulation": 4, "model.dtype": "bfloat16"},
+        4 * 4 * 10**6 * 256 * 2,
+    ),
 ]
 
 
@@ -238,9 +193,7 @@ def test_what_the_layers_keep_must_fit(monkeypatch, fields, needed):
     monkeypatch.setattr(memory, "device_bytes", lambda device: share)
     memory.check_activations(config, "less")
     monkeypatch.setattr(memory, "device_bytes", lambda device: share - 1)
-    says = "out of memory: a step needs at least .* on every device, which has .*: less"
-    with pytest.raises(UsageError, match=says):
-        memory.check_activations(config, "less")
+    assert "out of memory: " in refusal(memory.check_activations, config, "less")
 
 
 # --- Mixtures ---------------------------------------------------------------------------------
@@ -290,40 +243,31 @@ def test_a_mixture_weighs_its_sources_as_training_does(mixed, base):
     by_size = tokens @ losses / tokens.sum()
     assert abs(by_size - record["loss"]) > 0.01 * abs(losses[0] - losses[1]), "not by size"
     assert record["tokens"] == tokens.sum()
-    assert record["perplexity"] == math.exp(record["loss"])
     difference = paired_difference(mixed, mixed)
     assert (difference.difference, difference.stderr) == (0.0, 0.0)
 
 
-def test_some_windows_of_a_mixture_are_of_its_sources_by_weight(mixed, base):
+def test_some_windows_of_a_mixture_are_of_its_sources_by_weight(mixed):
     (record,) = evaluate_run(mixed, max_windows=20)
     assert [source["windows"] for source in record["sources"]] == [18, 2]
     (few,) = evaluate_run(mixed, max_windows=4)
     assert [source["windows"] for source in few["sources"]] == [4, 1], "one of each at least"
-    folder = str(base / "long")
-    (record,) = evaluate_run(mixed, dataset="files", data_dir=folder)
-    assert record["split"] == "validation", "a source is not foreign"
 
 
-@pytest.mark.parametrize("place", ["trained", "./trained", "~/trained/", "other/../trained"])
+@pytest.mark.parametrize("place", ["trained", "~/trained/", "other/../trained"])
 def test_a_source_is_the_same_however_its_place_is_written(base, monkeypatch, caplog, place):
-    _warn_if_changed.cache_clear()
+    """Alone, where a text that has changed since training is told, and in a mixture."""
     monkeypatch.chdir(base)
     monkeypatch.setenv("HOME", str(base))
     run_data = read_config(base / "run").data
     run_data.data_dir = place
     named = read_config(base / "run").data
-    text = open_text(named, 300, None, run_data, {"fingerprint": "of other documents"})
+    text = open_text(named, 300, None, run_data, {"fingerprint": f"not of {place}"})
     assert text.split == "validation"
-    expected = f"files {base}/trained: the text, the tokenizer or the format has changed"
-    assert expected in caplog.text
+    assert "changed since training" in caplog.text
     source = {"weight": 1, "dataset": "files", "data_dir": place}
     run_data.update({"dataset": "mixture", "data_dir": "", "mixture": (source,)})
     assert open_text(named, 300, None, run_data, {}).split == "validation"
-    caplog.clear()
-    open_text(run_data, 300, None, run_data, {"fingerprint": "of another mixture"})
-    warned = [line for line in caplog.messages if "has changed since training" in line]
-    assert [line.split(":")[0] for line in warned] == ["mixture"]
 
 
 @pytest.fixture
@@ -363,7 +307,7 @@ def test_the_sources_of_a_mixture_have_the_sums_of_each_alone(generated, base):
     ("letters", "has_bits"), [("a" + 98 * "b", True), ("aa" + 97 * "b", False)]
 )
 def test_above_1_percent_of_unknown_tokens_there_are_no_bits_per_byte(
-    run, tmp_path, monkeypatch, caplog, letters, has_bits
+    run, tmp_path, monkeypatch, letters, has_bits
 ):
     """Of 100 predicted tokens, <eos> among them, one or two are unknown."""
     monkeypatch.setattr(Store, "special", GEMMA_IDS._replace(unk=4 + ord("a")))
@@ -375,10 +319,9 @@ def test_above_1_percent_of_unknown_tokens_there_are_no_bits_per_byte(
     for name in ("bits_per_byte", "unigram_bits_per_byte"):
         assert (record[name] is not None) == has_bits
     assert record["perplexity"] == math.exp(record["loss"])
-    assert ("2.0% of the predicted tokens are <unk>" in caplog.text) != has_bits
 
 
-def test_an_evaluation_without_a_predicted_token_has_no_numbers(base, tmp_path, caplog):
+def test_an_evaluation_without_a_predicted_token_has_no_numbers(base, tmp_path):
     lines = [{"q": f"{i:099}", "a": "!"} for i in range(40)]
     (tmp_path / "text").mkdir()
     write_lines(tmp_path / "text" / "a.jsonl", lines)
@@ -390,22 +333,17 @@ def test_an_evaluation_without_a_predicted_token_has_no_numbers(base, tmp_path, 
     assert record["tokens"] == 0
     for name in ("loss", "loss_stderr", "perplexity", "bits_per_byte", "unigram_bits_per_byte"):
         assert record[name] is None
-    assert "no token of the evaluated windows is predicted" in caplog.text
-    assert evaluate_run(run, max_windows=1) == [record]
     short = last_line([record, record], ("workdir", "loss", "bits_per_byte"))["evaluations"]
     assert [line["loss"] for line in short] == [None, None]
-    with pytest.raises(UsageError, match="no token is predicted there"):
-        paired_difference(run, run)
+    assert "positions=" in refusal(paired_difference, run, run)
 
 
 # --- What must be said ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "data_dir"])
-def test_flags_that_a_mixture_would_ignore_are_refused(generated, name):
-    value = {"max_tokens": 640, "data_dir": "text"}[name]
-    with pytest.raises(UsageError, match=f"--{name}={value}: "):
-        evaluate_run(generated, **{name: value})
+@pytest.mark.parametrize(("name", "value"), [("max_tokens", 640), ("data_dir", "text")])
+def test_flags_that_a_mixture_would_ignore_are_refused(generated, name, value):
+    assert f"--{name}={value}: " in refusal(evaluate_run, generated, **{name: value})
 
 
 def test_an_imported_run_is_asked_for_its_dataset(tmp_path, base):
@@ -415,8 +353,6 @@ def test_an_imported_run_is_asked_for_its_dataset(tmp_path, base):
     identity = {"config": config.to_dict(), "init_hash": ""}
     params = jax.tree.map(np.asarray, params)
     save_imported(run, params, identity, {"imported_from": "gemma"})
-    says = "run: was imported, so it has no dataset of its own; .*--dataset=python_docs"
-    with pytest.raises(UsageError, match=says):
-        evaluate_run(run)
+    assert f"--workdir={run}: " in refusal(evaluate_run, run)
     (record,) = evaluate_run(run, dataset="files", data_dir=str(base / "other"))
     assert_reads(record, "all", read_documents(base / "other", *BOTH))

@@ -14,24 +14,21 @@ import pytest
 from scipy import stats
 from support.bounds import assert_equal_but_rounding, measure_rounding
 from support.heads import make_walk
-from support.models import DENSE4, E4, KINDS_OF_LAYERS, draw_model, forward, small
+from support.models import DENSE4, KINDS_OF_LAYERS, draw_model, forward, small
 from support.runs import edit_run, evaluate_run, make_run
+from support.sweeps import draw_picture
 from support.text import read_lines
 
-from prope import model
 from prope.config import default_config
 from prope.encodings import INTERVENTIONS, LOGIT_SCALES, SCALINGS, layer_frequencies, logit_scale
 from prope.errors import UsageError
-from prope.hf.rotation import write_rotations
 from prope.inference.asking import AskOptions, answers
-from prope.inference.generation import fill_cache, split_layers
 from prope.inference.opening import configs_by_length, parse_interventions, rescale
-from prope.inference.options import ENCODINGS, Options, last_line
+from prope.inference.options import ENCODINGS, Options
 from prope.inference.paired import paired_difference
 from prope.runtime.validate import validate
 from prope.sweep import interventions
 from prope.sweep.runs import Run
-from prope.workdir.records import find_evaluation
 
 P = 32  # pairs of the runs
 
@@ -93,40 +90,16 @@ def test_pairs_change_in_the_layers_that_are_named(kind, scan_layers):
     assert abs(forward(plain, params, *inputs) - expected).max() > 1e-3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["stop", "remove"])
-def test_a_cache_has_the_changed_keys(kind):
-    """Tasks are asked with a cache, which the last layers share."""
-    config = changed(E4, f"{kind}:0-5@full+2-3@sliding")
-    params, tokens, positions = draw_model(config)
-
-    def whole(params):
-        return model.hidden_states(config, params, tokens, positions)[:, -1:]
-
-    lengths = jnp.full(len(tokens), tokens.shape[1])
-    last, _ = fill_cache(config, split_layers(config, params), tokens, lengths)
-    assert_equal_but_rounding(last, *measure_rounding(whole, params))
-
-
 def test_bands_and_layers_are_parsed():
     config = small(**DENSE4)
     eighths = [f"stop:{first}-{first + 1}@full" for first in range(0, 16, 2)]
     assert parse_interventions("stop@full", config) == eighths
     single = [f"remove:{pair}-{pair}@sliding" for pair in range(8)]
     assert parse_interventions("remove@sliding", config) == single
-    text = "stop:9-15@full, interpolate:3@05,stop:0-3@0-5,remove:1@1-2+0@full,stop:8@1-2"
+    text = "stop:9-15@full, interpolate:3@05,stop:0-3@0-5,remove:1@1-2+0@full,stop:9-15@full"
     encodings = ["stop:9-15@full", "interpolate:3-3@05", "stop:0-3", "remove:1-1@1-2+0-0@full"]
-    assert parse_interventions(text, config) == [*encodings, "stop:8-8@1-2"]
+    assert parse_interventions(text, config) == encodings
     assert parse_interventions("stop:3@full", small()) == ["stop:3-3"], "all layers are full"
-    bands = parse_interventions("stop:3, remove:18-20,stop:3-3,stop", default_config().model)
-    assert bands[:2] == ["stop:3-3", "remove:18-20"]
-    assert bands[2:] == [f"stop:{first}-{first + 3}" for first in range(0, 32, 4)]
-
-
-def test_layers_that_share_keys_change_alike():
-    for kind in ("stop", "remove", "interpolate"):
-        with pytest.raises(UsageError, match="scaled_pairs=.*: layer 5 takes the keys of layer 2"):
-            changed(E4, f"{kind}:0-1@5")
 
 
 def test_an_analysis_walks_through_layers_without_their_removed_pairs(tmp_path):
@@ -158,11 +131,6 @@ def test_tasks_are_asked_with_changed_layers(tmp_path):
     make_run(tmp_path / "nope", 0.0, **kinds)
     options = AskOptions(str(tmp_path / "rope"), **flags, intervene="stop:0-31@full")
     rope, stopped = answers(options)
-    assert [record["logprob"] for record in answers(options)] == [
-        rope["logprob"],
-        stopped["logprob"],
-    ]
-    assert len(read_lines(tmp_path / "rope/longcontext.jsonl")) == 2, "asked once"
     (nope,) = answers(AskOptions(str(tmp_path / "nope"), **flags))
     assert stopped["encoding"] == "stop:0-31@full"
     assert stopped["logprob"] == pytest.approx(nope["logprob"], rel=1e-6)
@@ -172,22 +140,15 @@ def test_tasks_are_asked_with_changed_layers(tmp_path):
 # --- Evaluations ------------------------------------------------------------------------------
 
 
-def test_all_pairs_stopped_are_nope_and_removed_are_the_mean_of_all_values(runs):
-    nope = loss_of(runs / "nope")
-    stopped = loss_of(runs / "rope", f"stop:0-{P - 1}")
-    assert stopped == pytest.approx(nope, rel=1e-6) != loss_of(runs / "rope")
-    # Without logits it does not matter what rotates.
-    removed = loss_of(runs / "rope", f"remove:0-{P - 1}")
-    assert removed == pytest.approx(loss_of(runs / "nope", f"remove:0-{P - 1}"), rel=1e-6)
-    assert abs(removed - nope) > 1e-4
-
-
 def test_slow_pairs_stopped_are_p_rope_and_interpolated_ones_are_slower(runs, base):
     rope = runs / "rope"
     half = shutil.copytree(rope, runs / "half")
     edit_run(half, base, **{"model.rope_percentage": 0.5})
     # The weights of step 9 before.
     assert loss_of(rope, f"stop:{P // 2}-{P - 1}") == loss_of(half, step="7")
+    # Without logits it does not matter what rotates.
+    removed = loss_of(rope, f"remove:0-{P - 1}")
+    assert removed == pytest.approx(loss_of(runs / "nope", f"remove:0-{P - 1}"), rel=1e-6)
     interpolated = loss_of(rope, f"interpolate:0-{P - 1}", seq_len="2x")
     assert interpolated == loss_of(rope, seq_len="2x", encoding="linear")
     assert interpolated != loss_of(rope, seq_len="2x")
@@ -209,49 +170,8 @@ def test_records_and_sums_of_interventions_stand_beside_those_of_the_plain_evalu
     ):
         found = paired_difference(rope, rope, {"step": 9}, second_fields=fields)
         assert found.difference == pytest.approx(plain["loss"] - other["loss"], abs=1e-7)
-    records = read_lines(rope / "eval.jsonl")
-    assert find_evaluation(records, step=9, seq_len=64) == plain, "others are not the run's"
     assert evaluate_run(rope, **flags) == [stopped, second], "computed once"
     assert len(read_lines(rope / "eval.jsonl")) == 4
-    stop = {"model.rope_scaling_type": "stop", "model.scaled_pairs": ("0-1@1",)}
-    edit_run(rope, base, **stop)
-    # The weights of step 9 before, with frequencies that the config has.
-    assert loss_of(rope, step="7") == second["loss"]
-
-
-def test_a_table_has_the_model_as_it_is_beside_what_is_changed(caplog):
-    caplog.set_level("INFO", "prope")
-    record = {"workdir": "runs/a", "loss": 3.25}
-    assert last_line([record], ("workdir", "loss")) == record
-    assert caplog.messages[-1].split() == ["workdir", "loss", "a", "3.25"]
-    for name, value in (("encoding", "stop:0-1"), ("window", 64)):
-        records = [record | {name: None}, record | {name: value}]
-        fields = ("workdir", "loss") + (("window",) if name == "window" else ())
-        assert last_line(records, fields)["evaluations"][1][name] == value
-        head, plain, changed = caplog.messages[-1].splitlines()
-        assert head.split() == ["workdir", "loss", name]
-        assert plain.endswith("as it is") and changed.endswith(str(value))
-
-
-def test_only_longer_windows_are_said_to_hold_more_text(runs, caplog):
-    caplog.set_level("INFO", "prope")
-    evaluate_run(runs / "rope", max_windows=1)
-    assert "hold more text" not in caplog.text
-    evaluate_run(runs / "rope", seq_len="1x,2x", max_windows=1)
-    assert "--max_windows: longer windows hold more text" in caplog.text
-
-
-def test_runs_that_do_not_rotate_a_band_are_left_out(runs, base):
-    with pytest.raises(UsageError, match="--intervene=stop:0-1: "):
-        evaluate_run(runs / "nope", intervene="stop:0-1")
-    (record,) = evaluate_run(runs, intervene="stop:0-1")
-    assert record["workdir"] == str(runs / "rope")
-    scaled = {"model.rope_scaling_type": "linear", "model.rope_scaling_factor": 2.0}
-    edit_run(runs / "nope", base, **scaled)
-    with pytest.raises(UsageError, match="--intervene=remove:0-1: .*rope_scaling_type=linear"):
-        evaluate_run(runs / "nope", intervene="remove:0-1")
-    (again,) = evaluate_run(runs, intervene="stop:0-1")
-    assert again == record, "of several runs, one that has a scaling is left out"
 
 
 # --- A run's own encoding ---------------------------------------------------------------------
@@ -317,10 +237,8 @@ def test_an_encoding_is_put_on_a_runs_own_or_refused(own, change, logits):
 def test_scalings_are_refused_where_all_layers_have_a_window():
     config = default_config()
     config.model.update({"layer_types": ("sliding_attention",), "sliding_window": 4})
-    for change in ENCODINGS:
-        says = f"--encoding={change}: all its layers have a window"
-        with pytest.raises(UsageError, match=says):
-            configs_by_length(config, Options("", encoding=change), change)
+    with pytest.raises(UsageError, match="--encoding=ntk: "):
+        configs_by_length(config, Options("", encoding="ntk"), "ntk")
     (stopped,) = configs_by_length(config, Options(""), "stop:0-1").values()
     assert not any(freqs[:2].any() for freqs in layer_frequencies(stopped.model))
 
@@ -329,12 +247,9 @@ def test_the_flag_offers_every_scaling_that_is_no_intervention():
     assert {"none", *ENCODINGS, *INTERVENTIONS} == set(SCALINGS)
 
 
-@pytest.mark.parametrize("change", [*ENCODINGS, "interpolate:3-5", "stop:3-5"])
-@pytest.mark.parametrize("logits", ["yarn", "drope"])
+@pytest.mark.parametrize(("change", "logits"), [("yarn", "yarn"), ("ntk", "drope")])
 def test_logits_keep_a_factor_that_they_had_from_the_frequencies(change, logits):
     """As of a run whose config names one factor: what changes is the same as where it names two."""
-    if (change, logits) == ("yarn", "drope"):
-        return  # refused
     config = encoded("none", logits, 1.0, 3.0)
     one_factor = encoded("none", logits, 1.0, None)
     one_factor.model.rope_scaling_factor = 3.0
@@ -344,34 +259,10 @@ def test_logits_keep_a_factor_that_they_had_from_the_frequencies(change, logits)
     assert actual.model == expected.model
 
 
-# --- The config -------------------------------------------------------------------------------
-
-
-def band_config(kind, band):
-    config = default_config()
-    config.model.update({"rope_scaling_type": kind, "scaled_pairs": band})
-    return config
-
-
-@pytest.mark.parametrize("band", [(), (1,), (3, 2), (0, 32), (-1, 2), (0, 1.5)])
-def test_a_band_is_two_pairs(band):
-    with pytest.raises(UsageError, match="config.model.scaled_pairs="):
-        validate(band_config("stop", band))
-
-
-def test_a_band_needs_an_intervention_and_transformers_has_none():
-    with pytest.raises(UsageError, match="config.model.scaled_pairs="):
-        validate(band_config("none", (0, 3)))
-    with pytest.raises(UsageError, match="rope_scaling_type=remove"):
-        write_rotations(band_config("remove", (0, 3)).model)
-
-
 # --- The report -------------------------------------------------------------------------------
 
 RECORD = {"dataset": "python_docs", "split": "validation", "fingerprint": "same", "windows": 3}
-KINDS = ("stop", "remove")
 THIRDS = ("0-3", "4-7", "8-11")
-LENGTHS = (256, 2048)
 
 
 def make_sweep_run(folder, p, seed, losses):
@@ -390,45 +281,26 @@ def make_sweep_run(folder, p, seed, losses):
     return Run(f"{p}-{seed}", folder, values, config, True, steps, None, [], records, [])
 
 
-def draw(picture):
-    import matplotlib.figure
-
-    figure = matplotlib.figure.Figure(figsize=picture.size, layout="constrained")
-    picture.draw(figure)
-    return figure.axes
-
-
-# [group, seed, length, kind, band]
-CHANGED = np.random.default_rng(1).random((2, 3, 2, 2, 3))
-
-
 def test_the_report_has_the_changes_of_every_band(tmp_path):
     """Of a sweep over p = 0.5 and 1, of three seeds: means and Student's t intervals."""
-    rng = np.random.default_rng(0)
+    changed = np.random.default_rng(1).random((2, 3, 3))  # [group, seed, band]
     group = []
-    for g, seed in itertools.product(range(2), range(3)):
-        losses = {(256, "yarn", 2.0): 7.0}
-        for t, T in enumerate(LENGTHS):
-            plain = losses[T, None, None] = rng.random()
-            for k, b in itertools.product(range(2), range(3)):
-                encoding = f"{KINDS[k]}:{THIRDS[b]}"
-                losses[T, encoding, 1.0] = plain + CHANGED[g, seed, t, k, b]
-        run = make_sweep_run(tmp_path, (0.5, 1.0)[g], seed, losses)
-        group.append(run)
+    for (g, p), seed in itertools.product(enumerate((0.5, 1.0)), range(3)):
+        losses = {(256, None, None): 2.0 + g + seed}
+        for b, band in enumerate(THIRDS):
+            losses[256, f"stop:{band}", 1.0] = 2.0 + g + seed + changed[g, seed, b]
+        group.append(make_sweep_run(tmp_path, p, seed, losses))
     changes = interventions.changes(group)
-    assert len(changes) == 2 * 2 * 2 * 3 + 2
-    for change in changes[:-2]:
+    assert len(changes) == 2 * 3
+    for change in changes:
         g = ("p = 0.5", "p = 1").index(change.group)
-        t = LENGTHS.index(change.seq_len)
-        k = KINDS.index(change.kind)
-        values = CHANGED[g, :, t, k, change.band[0] // 4]
+        values = changed[g, :, change.band[0] // 4]
         interval = stats.ttest_1samp(values, 0).confidence_interval()
         assert change.difference.difference == pytest.approx(values.mean())
         assert change.difference.interval() == pytest.approx(tuple(interval))
-    stop, remove, rescaled = interventions.pictures(changes)
-    assert (stop.name, remove.name, rescaled.name) == (*KINDS, "rescaled")
-    first = CHANGED[0, :, :, 0].mean(axis=0).T
-    np.testing.assert_allclose(draw(stop)[0].images[0].get_array(), first)
+    (picture,) = interventions.pictures(changes)
+    shown = draw_picture(picture).axes[0].images[0].get_array()
+    np.testing.assert_allclose(shown[:, 0], changed[0].mean(axis=0))
 
 
 # By (length, encoding, factor) how much is added, and the rows that a picture has then.
@@ -437,39 +309,24 @@ ROWS = [
         {
             (512, "interpolate:0-3", 4.0): 0.5,
             (512, "interpolate:0-3", 2.0): 0.2,
-            (512, "interpolate:4-7", 2.0): 0.1,
+            (512, "interpolate:4-7@full", 2.0): 0.1,
+            (512, "interpolate:0-3+4-7", 2.0): 0.3,  # several bands at once are not drawn
         },
-        {"0-3 by 2": [0.2], "0-3 by 4": [0.5], "4-7": [0.1]},
+        {"0-3 by 2": [0.2], "0-3 by 4": [0.5], "4-7@full": [0.1]},
     ),
     # The default factor of each length is one row.
-    (
-        {(256, "yarn", 1.0): 1.0, (512, "yarn", 2.0): 2.0, (2048, "yarn", 8.0): 8.0},
-        {"yarn": [1.0, 2.0, 8.0]},
-    ),
-    # Records of several bands at once are not drawn.
-    (
-        {
-            (512, "stop:4-7@sliding", 1.0): 0.5,
-            (512, "stop:4-7@full", 1.0): 1.5,
-            (512, "stop:4-7", 1.0): 2.5,
-            (512, "stop:0-3@full", 1.0): 3.5,
-            (512, "stop:0-3+4-7", 1.0): 4.5,
-        },
-        {"4-7": [2.5], "0-3@full": [3.5], "4-7@full": [1.5], "4-7@sliding": [0.5]},
-    ),
+    ({(256, "yarn", 1.0): 1.0, (2048, "yarn", 8.0): 8.0}, {"yarn": [1.0, 8.0]}),
 ]
 
 
-@pytest.mark.parametrize("imported", [False, True])
 @pytest.mark.parametrize(("added", "rows"), ROWS)
-def test_what_is_changed_has_a_row_of_its_own(tmp_path, added, rows, imported):
-    """Of a run of one seed, or of an import, which has only the step 0."""
+def test_what_is_changed_has_a_row_of_its_own(tmp_path, added, rows):
+    """Of an import, which has one seed, and only the step 0."""
     losses = {(length, None, None): 1.0 for length, *_ in added}
     run = make_sweep_run(tmp_path, 1.0, 0, losses | {key: 1 + add for key, add in added.items()})
-    if imported:
-        records = [record | {"step": 0} for record in run.evaluations]
-        run = dataclasses.replace(run, step=0, evaluations=records)
+    records = [record | {"step": 0} for record in run.evaluations]
+    run = dataclasses.replace(run, step=0, evaluations=records)
     (picture,) = interventions.pictures(interventions.changes([run]))
-    axes = draw(picture)[0]
+    axes = draw_picture(picture).axes[0]
     assert [text.get_text() for text in axes.get_yticklabels()] == list(rows)
     np.testing.assert_allclose(axes.images[0].get_array(), list(rows.values()))

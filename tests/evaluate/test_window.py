@@ -1,11 +1,10 @@
 """prope.evaluate --window: layers without a window get one, as a control."""
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from support.bounds import assert_equal_but_rounding, measure_rounding
-from support.models import ALL_SWITCHES
-from support.runs import edit_run, evaluate_run, make_run
+from support.models import ALL_SWITCHES, E4, draw_model, small
+from support.runs import edit_run, evaluate_run
 
 from prope import model
 from prope.inference.generation import fill_cache, split_layers
@@ -17,8 +16,7 @@ def test_a_window_is_that_of_a_model_which_has_it(runs, base):
     plain, cut = evaluate_run(run, window=["16", "64"])
     (own,) = evaluate_run(run)
     assert plain == own, "a window of the whole text hides nothing"
-    assert cut["window"] == 16
-    assert cut["sinks"] == 0
+    assert (cut["window"], cut["sinks"]) == (16, 0)
     assert evaluate_run(run, window=["16"]) == [own, cut], "computed once"
     windows = {"model.layer_types": ("sliding_attention",), "model.sliding_window": 16}
     edit_run(run, base, **windows)
@@ -41,25 +39,30 @@ def test_sinks_are_records_of_their_own(runs):
     assert folders == {"window-8-0", "window-8-4"}
 
 
-@pytest.mark.parametrize("fields", [{}, pytest.param(ALL_SWITCHES, marks=pytest.mark.slow)])
-def test_a_cache_keeps_the_sinks(tmp_path, fields):
+SINKS = {"test_window": 20, "test_sinks": 3}
+REMOVED = {"rope_scaling_type": "remove", "scaled_pairs": ("0-5@full", "2-3@sliding")}
+
+
+@pytest.mark.parametrize(
+    ("fields", "changed"),
+    [
+        ({}, SINKS),
+        pytest.param(ALL_SWITCHES, SINKS, marks=pytest.mark.slow),
+        pytest.param(E4, REMOVED, marks=pytest.mark.slow),  # whose last layers share keys
+    ],
+)
+def test_a_cache_has_what_is_changed(fields, changed):
     """Read in chunks and whole: two programs, with windows far smaller than the text."""
-    config, params = make_run(tmp_path / "run", 0.5, **fields)
-    config.model.test_window = 20
-    config.model.test_sinks = 3
-    rng = np.random.default_rng(0)
-    drawn = rng.integers(1, config.model.vocab_size, (2, 300))
-    tokens = jnp.asarray(drawn)
-    lengths = jnp.array([300, 300])
-    positions = jnp.arange(300)
-    positions = jnp.broadcast_to(positions, tokens.shape)
+    config = small(**fields)
+    params, tokens, positions = draw_model(config, T=300)
 
     def whole(params):
-        return model.hidden_states(config.model, params, tokens, positions)[:, -1:]
+        return model.hidden_states(config, params, tokens, positions)[:, -1:]
 
+    plain = whole(params)
+    config.update(changed)
     expected, movement = measure_rounding(whole, params)
-    layers = split_layers(config.model, params)
-    last, _ = fill_cache(config.model, layers, tokens, lengths)
+    lengths = jnp.full(len(tokens), tokens.shape[1])
+    last, _ = fill_cache(config, split_layers(config, params), tokens, lengths)
     assert_equal_but_rounding(last, expected, movement)
-    config.model.test_sinks = 0
-    assert abs(whole(params) - expected).max() > 1e-3
+    assert abs(plain - expected).max() > 1e-3

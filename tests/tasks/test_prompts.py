@@ -179,25 +179,6 @@ def test_guesses_are_of_the_answers_that_a_reader_meets(task, prose, removed):
         assert guess(prompt.text, answers) == expected, prompt
 
 
-@pytest.mark.parametrize(
-    ("task", "prose", "values"),
-    [
-        ("passkey", False, 1),
-        ("passkey", True, 1),
-        ("niah", False, 4),
-        ("niah", True, 4),
-        ("niah-1", True, 1),
-        ("lookup", True, 8),
-        ("chain", False, 2),
-        ("chain-4", True, 2),
-        ("index", True, 4),
-    ],
-)
-def test_a_uniform_guess_is_among_the_values_of_the_prompt(task, prose, values):
-    for prompt in draw_prompts(task, 50, prose):
-        assert guess(prompt.text, candidates(prompt))["uniform"] == 1 / values
-
-
 @pytest.mark.parametrize(("task", "others"), [("niah", 3), ("chain", 1)])
 @pytest.mark.parametrize("depth", [0, 0.25, 0.75, 1])
 def test_the_first_and_the_last_value_are_right_as_the_others_fall_beside(task, others, depth):
@@ -245,24 +226,6 @@ def test_evidence_is_exactly_at_its_depth(task, depth):
         assert text[source:].startswith(marks.get(name, ""))
 
 
-def test_links_of_a_chain_stand_evenly_from_the_root_to_the_end():
-    text = draw_prompt("chain-4", row=0.5, seed=1, n=80).text
-    name = text[-1]
-    places = []
-    while name.isalpha():
-        start = text.index(f"{name}:")
-        places.append(sum(letter in LETTERS for letter in text[:start]))
-        name = text[start + 2]
-    assert places == [70, 60, 50, 40]
-
-
-@pytest.mark.parametrize("k", TASKS["offset"].rows)
-def test_the_offset_is_the_row(k):
-    text = draw_prompt("offset", row=k).text
-    assert text[-2:] == f"<{int(np.log2(k))}"
-    assert len(text) == UNITS + 2
-
-
 @both_forms
 @every_task
 def test_prompts_are_as_long_as_fits_and_never_longer(task, prose):
@@ -295,16 +258,10 @@ def test_draws_depend_on_what_names_the_prompt_and_on_nothing_else():
     ]
     answers = {prompt.answer for prompt in others}
     assert len(answers | {first.answer}) == 6
-
-
-def test_with_another_tokenizer_more_units_fit_of_the_same_draws():
-    first = fit("niah", True)
+    # With another tokenizer more units fit, of the same draws.
     longer = fit("niah", True, size=lambda text: len(text) // 3)
-    assert longer.answer == first.answer
-    assert longer.foils == first.foils
-    *lines, question = first.text.split("\n")
-    assert longer.text.endswith(question)
-    assert longer.text.count("\n") > len(lines)
+    assert (longer.answer, longer.foils) == (first.answer, first.foils)
+    assert len(longer.text) > len(first.text)
 
 
 def test_prompts_stay_what_they_are():
@@ -315,14 +272,3 @@ def test_prompts_stay_what_they_are():
             texts.append(draw_prompt(task, prose, seed=3, n=80))
     digest = hashlib.sha256(repr(texts).encode()).hexdigest()
     assert digest.startswith("3103a60a57540d75")
-
-
-def test_filler_has_no_sentence_twice_and_no_word_of_a_question():
-    lines = Draw(0, (1,), prose=True).filler(3000)
-    assert len({*lines}) == 3000
-    assert {len(line.split()) for line in lines} == {6}
-    words = set("".join(lines).lower().split())
-    assert len(words) == 65
-    asked = "code pass key set value word write read ignore list symbol of"
-    assert words.isdisjoint(asked.split())
-    assert not re.search(r"\d", "".join(words))

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
-from support.commands import CONFIG
 from support.models import forward
 from support.runs import make_run
 from support.solvers import solve_compact
@@ -18,7 +17,6 @@ from support.text import refusal
 from prope import sharding
 from prope.config import GENERATED, default_config
 from prope.data.mixture import open_text, open_windows
-from prope.data.sources.find import find_source
 from prope.data.store.build import prepare
 from prope.data.tasks import synthetic
 from prope.data.tasks.tasks import TASKS, split_name
@@ -104,14 +102,6 @@ def test_a_program_solves_copy_and_recall(task, split):
         assert set(batch["weights"].ravel()) == {0.0, 1.0}
         assert (batch["segment_ids"] == 1).all()
         assert (batch["positions"] == np.arange(T)).all()
-        for name, values in batch.items():
-            assert values.dtype == ("float32" if name == "weights" else "int32")
-
-
-def test_every_id_has_its_word():
-    assert len(set(words(range(168)))) == 168
-    with pytest.raises(IndexError):
-        synthetic.text_of([168])
 
 
 @pytest.mark.parametrize("task", ["copy", "recall"])
@@ -122,35 +112,9 @@ def test_answers_are_uniform_and_so_are_offsets(task):
     if task == "copy":
         assert set(distances) == {1, 2, 3, 4}
         assert_uniform(distances)
-
-
-def test_slots_are_four_to_eight_letters_apart_and_letters_do_not_tell_what_to_copy():
-    """In a long window the commonest letter is seldom right, and most answers stand elsewhere."""
-    gaps = []
-    right = []
-    elsewhere = []
-    for tokens, answers in solved("copy", 1000, 60):
-        # Only the short ones of the last gaps fit into the window.
-        gaps += (np.diff(list(answers)[:100]) - 2).tolist()
-        for place, (_, answer, _) in answers.items():
-            before = [word for word in tokens[1:place] if len(word) == 1]
-            right.append(answer == max("abcdefgh", key=before.count))
-            elsewhere.append(before.count(answer) > 1)
-    assert set(gaps) == {4, 5, 6, 7, 8}
-    assert_uniform(gaps)
-    assert np.mean(right) < 0.16
-    assert np.mean(elsewhere) > 0.95
-
-
-@pytest.mark.parametrize("T", [128, 1024])
-def test_every_distance_is_asked_for(T):
-    distances = []
-    for _, answers in solved("recall", T, 200):
-        distances += [distance for *_, distance in answers.values()]
-    octaves = np.log2(distances).astype(int)
-    counts = np.bincount(octaves)[3:-1]
-    assert counts.min() > 0.07 * len(distances), counts
-    assert max(distances) > 0.85 * T
+    else:  # every octave is asked for
+        counts = np.bincount(np.log2(distances).astype(int))[3:-1]
+        assert counts.min() > 0.07 * len(distances), counts
 
 
 # --- The long-context tasks: windows of text --------------------------------------------------
@@ -226,15 +190,6 @@ def test_distances_are_those_of_the_text(task):
         assert match[number] == text[place]
 
 
-def test_windows_ask_for_the_powers_of_two_up_to_the_largest_offset_of_prompts():
-    asked = set()
-    for row in range(20):
-        text = decode(windows("longcontext/offset", 256).window(row).stream)
-        asked.update(re.findall(r"<(\d)", text))
-    assert {2 ** int(c) for c in asked} == {1, 2, 4, 8, 16, 32}
-    assert max(TASKS["offset"].rows) == 32
-
-
 # --- Batches and splits -----------------------------------------------------------------------
 
 
@@ -265,12 +220,6 @@ def test_no_window_comes_twice_and_a_hash_decides_its_split(dataset):
             assert zlib.crc32(stream.astype("<i4").tobytes()) % 4 != 0
             streams.append(stream)
     assert len(np.unique(streams, axis=0)) == 300
-
-
-def test_positions_of_generated_windows_can_be_randomised():
-    positions = train_batch(windows("synthetic/mix", position_range=1000), 0, 4, 0)["positions"]
-    assert (np.diff(positions) > 0).all()
-    assert positions.max() > 500
 
 
 def test_tasks_differ_in_their_fingerprint_and_lengths_do_not():
@@ -385,7 +334,6 @@ def test_an_evaluation_counts_the_answers_that_score_highest(tmp_path, batch_siz
             target = stream[place + 1]
             right.append(scores.argmax() == target)
             losses.append(np.logaddexp.reduce(scores) - scores[target])
-    assert record["tokens"] == len(losses)
     assert record["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
     assert sum(right) >= 2
     assert record["accuracy"] == pytest.approx(np.mean(right))
@@ -394,7 +342,7 @@ def test_an_evaluation_counts_the_answers_that_score_highest(tmp_path, batch_siz
 
 
 @pytest.mark.slow
-def test_trained_evaluated_and_shown_as_any_other(train, run_command, tmp_path):
+def test_trained_and_evaluated_as_any_other(train, run_command, tmp_path):
     workdir = tmp_path / "run"
     trained = train(workdir, "--config.data.dataset=synthetic/recall")
     assert trained.code == 0, trained.stderr
@@ -403,12 +351,6 @@ def test_trained_evaluated_and_shown_as_any_other(train, run_command, tmp_path):
     assert evaluated.result["evaluations"][0]["loss"] == trained.result["eval_loss"]
     *_, farthest = evaluated.result["accuracy_by_distance"]
     assert farthest["from"] in (64, 128)
-    config = (CONFIG, "--config.data.dataset=synthetic/recall")
-    prepared = run_command("prope.data.prepare", *config).result
-    assert prepared["store"] is None
-    assert prepared["tokens"] == 0
-    shown = run_command("prope.data.inspect", *config, "--step=3", "--rows=1").result
-    assert shown["fingerprint"] == windows("synthetic/recall").store.fingerprint
 
 
 # --- Bad input --------------------------------------------------------------------------------
@@ -418,17 +360,12 @@ NIAH = {"weight": 1, "dataset": "longcontext/niah"}
 # Fields of config.data, and what the line that refuses them mentions.
 REFUSED = [
     ({"dataset": "synthetic/coppy"}, "did you mean synthetic/copy"),
-    ({"dataset": "synthetic"}, "config.data.dataset=synthetic"),
-    ({"dataset": "longcontext/nia"}, "did you mean longcontext/niah"),
     ({"dataset": "longcontext/niah-5"}, "config.data.dataset=longcontext/niah-5"),
     ({"data_dir": "x"}, "data.data_dir=x"),
-    ({"template": "{x}"}, "data.template={x}"),
     ({"tokenizer": "a.model"}, "data.tokenizer=a.model"),
     ({"dataset": "mixture", "mixture": (COPY,)}, "dataset"),
     ({"dataset": "mixture", "mixture": (NIAH,), "tokenizer": "a.model"}, "data.tokenizer=a.model"),
-    ({"dataset": "synthetic/copy", "seq_len": 15}, "seq_len=15"),
     ({"dataset": "synthetic/recall", "seq_len": 31}, "seq_len=31"),
-    ({"dataset": "synthetic/mix", "seq_len": 63}, "seq_len=63"),
     ({"seq_len": 63}, "seq_len=63"),
 ]
 
@@ -443,7 +380,3 @@ def test_a_vocabulary_has_the_ids_of_the_tasks(dataset, ids):
     open_windows(data_of(dataset), ids, "train")
     says = refusal(open_windows, data_of(dataset), ids - 1, "train")
     assert f"config.model.vocab_size={ids - 1}" in says and str(ids) in says
-
-
-def test_generated_data_has_no_text():
-    assert "config.data.dataset=synthetic/mix" in refusal(find_source, data_of("synthetic/mix"))
