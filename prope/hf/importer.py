@@ -42,12 +42,12 @@ def import_run(
     source = as_path("--input", source)
     path = as_path("--workdir", workdir)
     check_new("workdir", path)
-    if source.suffix == ".gguf" and source.is_file():
-        raise _is_gguf(source, source)
+    has_config = (source / "config.json").is_file()
+    if not has_config and (source.suffix == ".gguf" or any(source.glob("*.gguf"))):
+        problem = "is in the form GGUF, which is not read"
+        remedy = "load it with transformers, dequantized, save_pretrained, then --input=DIR"
+        raise usage_error("--input", source, problem, remedy)
     source = find_checkpoint(source)
-    if not (source / "config.json").is_file():
-        for file in source.glob("*.gguf"):
-            raise _is_gguf(source, file)
     is_orbax = deepmind.is_orbax(source)
     if is_orbax and config is None:
         problem = "is a checkpoint of Orbax, which does not tell its model"
@@ -61,14 +61,6 @@ def import_run(
             return _import(source, local, path, tokenizer, config)
         except UsageError as error:
             raise UsageError(str(error).replace(str(local), str(source))) from error
-
-
-def _is_gguf(source: epath.Path, file: epath.Path) -> UsageError:
-    problem = f"{file.name} is a GGUF file, which is not read"
-    options = f"gguf_file={file.name!r}, quantization_config=GgufConfig(dequantize=True)"
-    load = f"AutoModelForCausalLM.from_pretrained(FOLDER, {options}).save_pretrained(DIR)"
-    remedy = f"transformers reads it: {load}, AutoTokenizer likewise, then --input=DIR"
-    return usage_error("--input", source, problem, remedy)
 
 
 def _open(local: epath.Path) -> tuple[ConfigDict, dict, dict[str, Stored], list[Tensor]]:

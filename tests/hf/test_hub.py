@@ -159,9 +159,8 @@ def test_a_model_in_the_cache_needs_no_network(server, monkeypatch):
     [
         ("lab/none", {}, "hf auth login"),
         ("lab/a--b", {}, "the name"),
-        (NAME, {"/api": (401, "GatedRepo")}, f"accept them at .*/{NAME}, then: hf auth login"),
-        (NAME, {f"/{NAME}": (403, "GatedRepo")}, f"accept them at .*/{NAME}"),
-        (NAME, {"/api": (401, "")}, "token; hf auth login"),
+        (NAME, {f"/{NAME}": (403, "GatedRepo")}, f"/{NAME} .*Gated.*terms.*hf auth login"),
+        (NAME, {"/api": (401, "")}, "hf auth login"),
         (NAME, {"/api": (503, "")}, f"hf download {NAME} --local-dir=DIR"),
     ],
 )
@@ -182,7 +181,7 @@ def test_a_download_that_stops_is_begun_again_by_the_same_command(server, tmp_pa
     assert importer.import_run(NAME, tmp_path / "run")["step"] == 0
 
 
-@pytest.mark.parametrize("name", ["none", "a/b/c", "../none/", "./lab/tiny-gemma", "/lab/tiny"])
+@pytest.mark.parametrize("name", ["none", "a/b/c", "./lab/tiny-gemma"])
 def test_what_is_no_name_is_a_directory_that_is_missing(server, name):
     with pytest.raises(UsageError, match="^--input=.*: no such directory"):
         fetch(name)
