@@ -83,8 +83,6 @@ def test_an_export_in_shards_is_read_back(tmp_path, monkeypatch, exported):
     assert len(files) > 2 and max(files.values()) < 110_000
     index = json.loads((shards / INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in whole.values())
-    assert index["weight_map"].keys() == whole.keys()
-    assert set(index["weight_map"].values()) == files.keys()
     _, run = import_back(tmp_path, shards)
     assert same(run.params(), params_of_run(tmp_path))
 
