@@ -63,21 +63,6 @@ def import_run(
             raise UsageError(str(error).replace(str(local), str(source))) from error
 
 
-def _open(local: epath.Path) -> tuple[ConfigDict, dict, dict[str, Stored], list[Tensor]]:
-    """Opens a checkpoint of transformers.
-
-    Returns (config, values, stored, expected): the run's config, the fields of config.json, the
-    tensors by name, and where each one goes.
-    """
-    config, values = config_json.from_hf(local / "config.json")
-    family = FAMILIES[values["model_type"]]
-    unused = unused_tensors(config.model)
-    stored = {name: tensor for name, tensor in open_tensors(local).items() if name not in unused}
-    check_tensors(local, stored, list_tensors(config.model, family))
-    config.model.tied = is_tied(local, config.model.tied, stored)
-    return config, values, stored, list_tensors(config.model, family)
-
-
 def _import(
     source: epath.Path,
     local: epath.Path,
@@ -86,11 +71,18 @@ def _import(
     config: ConfigDict | None,
 ) -> dict:
     """Imports the checkpoint in the folder `local`, which is `source` or a copy of it."""
+    values = {}
     if config is None:
-        config, values, stored, expected = _open(local)
+        config, values = config_json.from_hf(local / "config.json")
+        family = FAMILIES[values["model_type"]]
+        stored = open_tensors(local)
+        for name in unused_tensors(config.model):
+            stored.pop(name, None)
+        check_tensors(local, stored, list_tensors(config.model, family))
+        config.model.tied = is_tied(config.model.tied, stored)
+        expected = list_tensors(config.model, family)
     else:
         validate(config)
-        values = {}
         stored, expected = deepmind.open_arrays(local, config.model)
     vocab_size = config.model.vocab_size
     tokenizer_name, loaded_tokenizer = find_tokenizer(local, tokenizer, vocab_size, values)
@@ -160,7 +152,7 @@ def _copy(source: Stored, tensor: Tensor, parameter: np.ndarray) -> None:
     tensor.write(parameter, values)
 
 
-def is_tied(source: epath.Path, tied: bool, stored: dict[str, Stored]) -> bool:
+def is_tied(tied: bool, stored: dict[str, Stored]) -> bool:
     """Tells whether the embedding is the output matrix: by config.json, or because both are equal.
 
     Raises UsageError where config.json and the file disagree.

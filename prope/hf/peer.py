@@ -79,7 +79,7 @@ def bench_peer(workdir: str, seq_len: int | None, sequences: int, rounds: int) -
     for name in ours:
         times = medians({"prope": ours[name], "transformers": theirs[name]}, rounds)
         ratio = times["transformers"] / times["prope"]
-        log.info("%s: %s s, %.2f times as long", name, times, ratio)
+        log.info("%s: prope %.4g s, transformers %.4g s", name, *times.values())
         seconds[name] = times | {"ratio": ratio}
     return {
         "workdir": str(workdir),

@@ -10,10 +10,11 @@ import shutil
 import threading
 
 import pytest
+from support.commands import refusal
 from support.exchange import edit
 from support.runs import make_run
 
-from prope.errors import StorageFailed, UsageError
+from prope.errors import StorageFailed
 from prope.hf import exporter, hub, importer
 from prope.runtime.files import as_path
 
@@ -126,8 +127,8 @@ def test_a_model_is_fetched_by_its_name_once(server, exported, tmp_path):
 def test_a_model_that_is_refused_is_not_fetched(server, exported, tmp_path):
     server.folder = shutil.copytree(exported, tmp_path / "other")
     edit(server.folder, model_type="mamba")
-    with pytest.raises(UsageError, match='model_type="mamba"'):
-        importer.import_run(NAME, tmp_path / "run")
+    line = refusal(lambda: importer.import_run(NAME, tmp_path / "run"))
+    assert 'model_type="mamba"' in line
     names = {path.rpartition("/")[2] for _, path in server.asked}
     assert "config.json" in names and "model.safetensors" not in names
 
@@ -146,8 +147,7 @@ def test_a_model_in_the_cache_needs_no_network(server, monkeypatch):
     server.asked.clear()
     assert fetch() == place
     (place / "model.safetensors").unlink()
-    with pytest.raises(UsageError, match="/cache"):
-        fetch()
+    assert "/cache" in refusal(fetch)
     assert server.asked == []
 
 
@@ -163,9 +163,8 @@ def test_a_model_in_the_cache_needs_no_network(server, monkeypatch):
 )
 def test_what_the_hub_does_not_give_is_one_line(server, tmp_path, name, failing, remedy):
     server.failing |= failing
-    with pytest.raises(UsageError, match=f"^--input={name}: .*{remedy}") as error:
-        importer.import_run(name, tmp_path / "run")
-    assert "\n" not in str(error.value)
+    line = refusal(lambda: importer.import_run(name, tmp_path / "run"))
+    assert re.match(f"--input={name}: .*{remedy}", line), line
     assert not (tmp_path / "run").exists()
 
 
@@ -180,12 +179,10 @@ def test_a_download_that_stops_is_begun_again_by_the_same_command(server, tmp_pa
 
 @pytest.mark.parametrize("name", ["none", "a/b/c", "./lab/tiny-gemma"])
 def test_what_is_no_name_is_a_directory_that_is_missing(server, name):
-    with pytest.raises(UsageError, match="^--input=.*: no such directory"):
-        fetch(name)
+    assert "no such directory" in refusal(lambda: fetch(name))
     assert server.asked == []
 
 
 def test_a_name_without_the_library(server, monkeypatch):
     monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=re.escape("pip install 'huggingface-hub>=2'")):
-        fetch()
+    assert "pip install 'huggingface-hub>=2'" in refusal(fetch)
