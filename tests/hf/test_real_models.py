@@ -63,11 +63,11 @@ def ids(real):
     return real.tokenizer(text, add_special_tokens=False).input_ids
 
 
-def windows(real, ids, count):
-    """Windows [count, LENGTH + 1] of the text, which begin as the family's texts do."""
+def windows(real, ids):
+    """Windows [WINDOWS, LENGTH + 1] of the text, which begin as the family's texts do."""
     start = real.tokenizer("").input_ids
     size = LENGTH + 1 - len(start)
-    return np.array([start + ids[i * size : (i + 1) * size] for i in range(count)], np.int32)
+    return np.array([start + ids[i * size : (i + 1) * size] for i in range(WINDOWS)], np.int32)
 
 
 def our_loss(real, tokens):
@@ -105,7 +105,7 @@ def test_the_tokenizer_gives_the_same_ids(real, ids):
 
 
 def test_the_loss_of_english_is_theirs(real, ids):
-    tokens = windows(real, ids, WINDOWS)
+    tokens = windows(real, ids)
     expected = their_loss(real.theirs, tokens)
     assert 1 < expected < 4, "a model that knows English"
     assert our_loss(real, tokens) == pytest.approx(expected, abs=1e-4)
