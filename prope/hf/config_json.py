@@ -139,9 +139,6 @@ def _text_part(path: epath.Path, values: dict) -> dict:
 def read_json(path: epath.Path) -> dict:
     """Reads the object in a JSON file; raises UsageError where there is none."""
     values = files.read_json(path, "download it again")
-    if values is None:
-        problem = "cannot be read: No such file or directory"
-        raise UsageError(f"{path}: {problem}; download it again")
     if not isinstance(values, dict):
-        raise UsageError(f"{path}: holds no JSON object; download it again")
+        raise UsageError(f"{path}: is missing, or holds no JSON object; download it again")
     return values

@@ -72,21 +72,11 @@ def _open_all(source: epath.Path) -> dict[str, Stored]:
         if name != HEAD or (source / str(file)).is_file()
     }
     for shard in sorted(shards):
-        stored |= _open_shard(index, shard, weight_map)
+        if not (source / shard).is_file():
+            problem = f"names the shard {shard}, which is not there"
+            raise UsageError(f"{index}: {problem}; download it too")
+        stored |= _open_file(source / shard)
     return stored
-
-
-def _open_shard(index: epath.Path, shard: str, weight_map: dict) -> dict[str, Stored]:
-    path = index.parent / shard
-    if not path.is_file():
-        raise UsageError(f"{index}: names the shard {shard}, which is not there; download it too")
-    tensors = _open_file(path)
-    listed = {name for name, file in weight_map.items() if file == shard}
-    if tensors.keys() - {HEAD} != listed - {HEAD}:  # a tied head is named, but not always saved
-        differing = some(tensors.keys() ^ listed)
-        problem = f"{index.name} says that its tensors are others: {differing}"
-        raise UsageError(f"{path}: {problem}; download both again")
-    return tensors
 
 
 def _open_file(path: epath.Path) -> dict[str, Stored]:
