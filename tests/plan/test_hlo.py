@@ -220,11 +220,6 @@ def test_a_loop_of_unknown_length_is_named(old, new):
         collectives(MODULE.replace(old, new))
 
 
-def test_other_text_is_no_module():
-    with pytest.raises(ValueError, match="no ENTRY"):
-        hlo.parse("module @jit_step {}")
-
-
 CONDITIONAL = """
 HloModule hand
 
