@@ -73,7 +73,12 @@ def main() -> dict:
         arguments = (_parse_shape(), FLAGS.dtype, FLAGS.rope_percentage)
         return processes.call_on_first(lambda: bench_rope(*arguments))
     if FLAGS.peer:
-        return _bench_peer()
+        from prope.hf.peer import bench_peer
+
+        if FLAGS.workdir is None:
+            raise UsageError(f"--peer={FLAGS.peer} needs --workdir=W, a run to time")
+        arguments = (FLAGS.workdir, FLAGS.seq_len, FLAGS.sequences, FLAGS.steps)
+        return processes.call_on_first(lambda: bench_peer(*arguments))
     if FLAGS.config is None:
         what = "its training step, or --rope, --attention or --peer"
         raise UsageError(f"prope.bench needs --config=FILE to measure {what}")
@@ -90,16 +95,6 @@ def _refuse_other_modes() -> None:
         for name in ("workdir", "seq_len", "sequences"):
             if FLAGS[name].present:
                 raise UsageError(f"--{name} is of --peer=transformers; add that, or leave it out")
-
-
-def _bench_peer() -> dict:
-    from prope.hf.peer import bench_peer
-    from prope.runtime import processes
-
-    if FLAGS.workdir is None:
-        raise UsageError(f"--peer={FLAGS.peer} needs --workdir=W, a run to time")
-    arguments = (FLAGS.workdir, FLAGS.seq_len, FLAGS.sequences, FLAGS.steps)
-    return processes.call_on_first(lambda: bench_peer(*arguments))
 
 
 def _parse_shape() -> tuple[int, ...]:

@@ -304,3 +304,10 @@ def gemma_rope():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.apply_rope
+
+
+@pytest.fixture(scope="session")
+def libraries():
+    """(transformers, torch)."""
+    torch = pytest.importorskip("torch", reason="the hf extra is not installed")
+    return pytest.importorskip("transformers", reason="the hf extra is not installed"), torch

@@ -90,8 +90,6 @@ def parse(text: str) -> Computation:
             computations["ENTRY" if is_entry else name] = computation
         elif instruction:
             _add_instruction(computation, instruction, computations)
-    if "ENTRY" not in computations:
-        raise ValueError("not the text of a compiled module: it has no ENTRY")
     return computations["ENTRY"]
 
 

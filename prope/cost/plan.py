@@ -36,7 +36,9 @@ def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
     name, _, _ = topology.partition(":")
     is_gpu = name not in xla_flags.TPU
     chip = flops.CHIPS[name]
-    slices = _count_nodes(devices) if is_gpu else sharding.num_slices(devices)
+    slices = sharding.num_slices(devices)
+    if is_gpu:  # JAX tells nodes apart, as slices, only of GPUs that are attached
+        slices = len({gpu.process_index for gpu in devices})
     if config.mesh.data is None:
         config = config.copy_and_resolve_references()
         config.mesh.data = slices
@@ -75,11 +77,6 @@ def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
         result |= _traffic_of_chip(compiled, len(devices) // slices if is_gpu else None)
         result |= _ideal_speed(result, step_flops, chip)
     return result | {"compile_seconds": compile_seconds}
-
-
-def _count_nodes(gpus: list) -> int:
-    """Counts the nodes; JAX tells them apart, as slices, only of GPUs that are attached."""
-    return len({gpu.process_index for gpu in gpus})
 
 
 def _does_not_fit(message: str) -> dict:

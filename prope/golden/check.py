@@ -144,23 +144,18 @@ def _fit(label: str, array: np.ndarray, case: dict, kind: str) -> np.ndarray:
         array = array[:, ::2] if beside else array[:, : shape[1]]
     if array.shape != shape:
         problem = f"must have shape {shape}, apart from axes of length 1; got {array.shape}"
-        n = case["rotated_pairs"]
-        is_prefix = kind in ("cos", "sin") and array.shape[1:] in ((n,), (2 * n,))
-        if is_prefix and case["encoding"] == "proportional":
-            cause = f"a table of the {n} rotated pairs alone pairs lane k with {n} + k"
-            problem += f": {cause}; pad it to {shape[1]} pairs with cos 1 and sin 0"
+        if kind in ("cos", "sin"):
+            problem += "; pad a table of the rotated pairs alone with cos 1 and sin 0"
         raise UsageError(f"{label}: {problem}")
     return array
 
 
-def _step(mistake: dict, name: str, value):
-    """Returns the value of a step of `predict`, changed where the mistake changes it."""
-    return mistake.get(name, np.asarray)(value)
+def predict(case: dict, mistake: dict, error: float = 0.0) -> dict[str, np.ndarray]:
+    """Computes a case's arrays with a mistake, and frequencies off by a relative `error`."""
 
+    def step(name: str, value):
+        return mistake.get(name, np.asarray)(value)
 
-def _predict_table(case: dict, mistake: dict, error: float) -> tuple:
-    """Computes frequencies, cos and sin, and the first lane's distance from the second."""
-    step = functools.partial(_step, mistake)
     d = case["head_dim"]
     k = np.arange(d // 2)
     p = step("p", case["rope_percentage"])
@@ -178,15 +173,6 @@ def _predict_table(case: dict, mistake: dict, error: float) -> tuple:
     cos = step("cos", np.cos(angles))
     cos = np.where(is_rotated, cos, step("cos of other lanes", 1.0))
     sin = step("sin", np.sin(angles))
-    return freqs, cos, sin, distance
-
-
-def predict(case: dict, mistake: dict, error: float = 0.0) -> dict[str, np.ndarray]:
-    """Computes a case's arrays with a mistake, and frequencies off by a relative `error`."""
-    step = functools.partial(_step, mistake)
-    freqs, cos, sin, distance = _predict_table(case, mistake, error)
-    d = case["head_dim"]
-    k = np.arange(d // 2)
     # Pair k < distance has lanes k and k + distance; the others share what remains, not rotated.
     first = np.where(k < distance, k, k + distance)
     second = np.setdiff1d(np.arange(d), first)

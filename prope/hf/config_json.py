@@ -64,7 +64,9 @@ def to_hf(config: ConfigDict, dtype: str) -> dict:
         "dtype": dtype,
     }
     written = list(rope.values()) if family.rotates_by_kind else [rope]
-    has_unrotated = any(_leaves_pairs(model.head_dim, each) for each in written)
+    # Those that are scaled have no share.
+    shares = [each.get("partial_rotary_factor", 0) for each in written]
+    has_unrotated = num_rotated_pairs(model.head_dim, min(shares)) < model.head_dim // 2
     if has_unrotated and model_type != "gemma4_text":  # which transformers 4 does not have
         # It does not know rope_parameters and would rotate every pair; this field it reads, or
         # stops at it.
@@ -75,35 +77,27 @@ def to_hf(config: ConfigDict, dtype: str) -> dict:
     return values
 
 
-def _leaves_pairs(head_dim: int, rope: dict) -> bool:
-    """Tells whether a rotation leaves pairs out, or gives them periods of their own."""
-    p = rope.get("partial_rotary_factor", 0)
-    return num_rotated_pairs(head_dim, p) < head_dim // 2
-
-
 def from_hf(path: epath.Path) -> tuple[ConfigDict, dict]:
     """Returns (config, values): a run's config for this config.json, and the fields of its text.
 
     Raises UsageError, with all that is wrong, where the file cannot be read, or describes something
     that this decoder does not compute.
     """
-    values, problems = _text_part(read_json(path))
+    values = _text_part(path, read_json(path))
     model_type = values.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    family = FAMILIES.get(str(model_type))
     if family is None:
         only = " or ".join(map(json.dumps, FAMILIES))
-        problems.append(f"model_type={json.dumps(model_type)}: only {only}")
-    problems += changed_fields(family, values)
+        raise UsageError(f"{path}: model_type={json.dumps(model_type)}: only {only}")
+    values, bad_sizes = fill(family, values)
+    problems = changed_fields(family, values) + bad_sizes
     fields = {}
-    if family is not None:
-        values, bad_sizes = fill(family, values)
-        problems += bad_sizes
-        readers = () if bad_sizes else (read_switches, read_layers, read_shapes, read_rotation)
-        for read in readers:
-            try:
-                fields |= read(family, values)
-            except UsageError as error:
-                problems.append(str(error))
+    readers = () if bad_sizes else (read_switches, read_layers, read_shapes, read_rotation)
+    for read in readers:
+        try:
+            fields |= read(family, values)
+        except UsageError as error:
+            problems.append(str(error))
     if problems:
         problems = dict.fromkeys(problems)  # two of them read the kinds of layers
         remedy = "choose a checkpoint without it: prope/hf/README.md says which are imported"
@@ -128,27 +122,23 @@ def from_hf(path: epath.Path) -> tuple[ConfigDict, dict]:
     return config, values
 
 
-def _text_part(values: dict) -> tuple[dict, list[str]]:
-    """Returns (fields, problems): those of the text, in a file of a model that reads images too."""
+def _text_part(path: epath.Path, values: dict) -> dict:
+    """Returns the fields of the text, in a file of a model that reads images too."""
     text_type = _TEXT_PARTS.get(str(values.get("model_type")))
     if text_type is None:
-        return values, []
+        return values
     text = values.get("text_config")
     if not isinstance(text, dict) or text.get("model_type", text_type) != text_type:
         problem = f"must be the fields of a {text_type}"
-        problem = f"text_config={json.dumps(text)}: {problem}"
-        return values | {"model_type": text_type}, [problem]
+        raise UsageError(f"{path}: text_config={json.dumps(text)}: {problem}")
     # A tuned model stops at more ids than its text part names: the outer ones are used.
     outer = {name: values[name] for name in _TOKEN_IDS if values.get(name) is not None}
-    return values | {"model_type": text_type} | text | outer, []
+    return values | {"model_type": text_type} | text | outer
 
 
 def read_json(path: epath.Path) -> dict:
     """Reads the object in a JSON file; raises UsageError where there is none."""
     values = files.read_json(path, "download it again")
-    if values is None:
-        problem = "cannot be read: No such file or directory"
-        raise UsageError(f"{path}: {problem}; download it again")
     if not isinstance(values, dict):
-        raise UsageError(f"{path}: holds no JSON object; download it again")
+        raise UsageError(f"{path}: is missing, or holds no JSON object; download it again")
     return values

@@ -20,10 +20,10 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from prope.errors import UsageError, first_line, usage_error
-from prope.hf.layout import Tensor
+from prope.hf.layout import Tensor, layers_by_row
 from prope.hf.tensors import Stored, check_found
 from prope.stack import parameters
-from prope.stack.layers import first_sharing_layer, stacks
+from prope.stack.layers import first_sharing_layer
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _MARK = "_METADATA"  # of Orbax, in the folder of a tree
@@ -101,25 +101,19 @@ def open_arrays(source: epath.Path, model: ConfigDict) -> tuple[dict[str, Stored
     leaves = _name_leaves(folder)
     # Gemma 4 multiplies by a norm's scale, not by 1 + scale.
     offset = float(any(name.endswith("/skip_scale") for name in leaves))
-    numbers_by_stack = stacks(model)
     expected = []
     for path in parameters.parameters(model):
-        shape = parameters.stacked_shape(model, path)
-        stack = parameters.stack_of(path)
-        rows = [None] if stack is None else range(shape[0])
-        for row in rows:
-            name = path
-            if stack is not None:
-                layer = numbers_by_stack[stack][row]
-                name = parameters.row_path(path).replace("layers/", f"layer_{layer}/")
+        stacked_shape = parameters.stacked_shape(model, path)
+        for row, layer in layers_by_row(model, path).items():
+            shape = stacked_shape if row is None else stacked_shape[1:]
             tensor = Tensor(
-                name=name,
-                shape=shape if row is None else shape[1:],
+                name=parameters.row_path(path).replace("layers/", f"layer_{layer}/"),
+                shape=shape,
                 path=tuple(path.split("/")),
                 layer=row,
                 index=(),
-                order=tuple(range(len(shape) - (row is not None))),
-                offset=offset if name.endswith("/scale") else 0.0,
+                order=tuple(range(len(shape))),
+                offset=offset if path.endswith("/scale") else 0.0,
             )
             expected.append(tensor)
     for name in _unused(model):

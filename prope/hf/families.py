@@ -238,14 +238,13 @@ def fill(family: Family, values: dict) -> tuple[dict, list[str]]:
     return filled, problems
 
 
-def changed_fields(family: Family | None, values: dict) -> list[str]:
+def changed_fields(family: Family, values: dict) -> list[str]:
     """Describes the fields with which another model than the family's is computed."""
-    changed = []
-    for name, value in values.items():
-        is_read = family is not None and family.reads(name)
-        if value and not is_read and _MUST_BE_UNSET.search(name):
-            changed.append(f"{name}={json.dumps(value)}: only null or false")
-    return changed
+    return [
+        f"{name}={json.dumps(value)}: only null or false"
+        for name, value in values.items()
+        if value and not family.reads(name) and _MUST_BE_UNSET.search(name)
+    ]
 
 
 def read_switches(family: Family, values: dict) -> dict:
@@ -254,7 +253,7 @@ def read_switches(family: Family, values: dict) -> dict:
     Raises UsageError for a value that is no positive number, or an activation that is not known.
     """
     # The shortest number that is the same in float32, as GGUF files hold it: 1e-6 for 9.99..e-7.
-    epsilon = str(np.float32(_positive(values, "rms_norm_eps")))
+    epsilon = str(np.float32(positive(values, "rms_norm_eps")))
     switches = {flag: flag in family.flags for flag in _FLAGS}
     switches |= {
         "activation": _read_activation(family, values),
@@ -264,9 +263,9 @@ def read_switches(family: Family, values: dict) -> dict:
     }
     for theirs, ours in _CAPS.items():
         if family.reads(theirs) and values[theirs] is not None:
-            switches[ours] = float(_positive(values, theirs))
+            switches[ours] = float(positive(values, theirs))
     if family.reads(_SCALAR) and values[_SCALAR] != values["head_dim"]:
-        switches["attention_scale"] = _positive(values, _SCALAR) ** -0.5
+        switches["attention_scale"] = positive(values, _SCALAR) ** -0.5
     return switches
 
 
@@ -288,7 +287,8 @@ def _integer(values: dict, name: str, least: int) -> int:
     return value
 
 
-def _positive(values: dict, name: str) -> int | float:
+def positive(values: dict, name: str) -> int | float:
+    """Returns a field's value; raises UsageError where it is no positive number."""
     value = values[name]
     if type(value) not in (int, float) or not value > 0:
         raise wrong(values, name, "must be a positive number")
@@ -317,10 +317,7 @@ def read_layers(family: Family, values: dict) -> dict:
     kinds = read_kinds(family, values)
     if SLIDING not in kinds:
         return {}
-    window = values["sliding_window"]
-    if type(window) is not int or window < 1:
-        problem = "must be a positive integer: some layers are sliding_attention"
-        raise wrong(values, "sliding_window", problem)
+    window = _integer(values, "sliding_window", 1)
     # Qwen's classes have no window then, and stop. SmolLM3's mask has the kinds of layer_types.
     if family.reads("max_window_layers") and not values["use_sliding_window"]:
         problem = "must be true: some layers are sliding_attention"
@@ -355,15 +352,14 @@ def _kinds_by_rule(family: Family, values: dict) -> list[str]:
     if family.full_every is not None:
         period = family.full_every
         if family.reads("sliding_window_pattern"):
-            period = _positive(values, "sliding_window_pattern")
+            period = positive(values, "sliding_window_pattern")
         is_sliding = [(number + 1) % period > 0 for number in numbers]
         is_sliding[-1] &= not family.last_is_full
     elif family.reads("no_rope_layers"):
         is_sliding = [not rotated for rotated in rotated_layers(family, values)]
     else:
-        first = values["max_window_layers"] if family.reads("max_window_layers") else 0
-        if type(first) is not int:
-            raise wrong(values, "max_window_layers", "must be an integer")
+        name = "max_window_layers"
+        first = _integer(values, name, 0) if family.reads(name) else 0
         is_sliding = [number >= first for number in numbers]
     has_windows = window is not None or family.full_every is not None
     return [SLIDING if has_windows and sliding else FULL for sliding in is_sliding]
@@ -374,7 +370,7 @@ def rotated_layers(family: Family, values: dict) -> list[bool]:
     layers = values["num_hidden_layers"]
     if not family.reads("no_rope_layers"):
         return [True] * layers
-    interval = _positive(values, "no_rope_layer_interval")
+    interval = positive(values, "no_rope_layer_interval")
     written = values["no_rope_layers"]  # 1: rotated
     if written is None:
         return [(number + 1) % interval > 0 for number in range(layers)]

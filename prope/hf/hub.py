@@ -45,25 +45,19 @@ def _download(name: str, files: list[str]) -> epath.Path:
     """Fetches what is not in the cache yet; returns the model's folder there."""
     from huggingface_hub import constants, errors, snapshot_download
 
-    hub = constants.ENDPOINT
+    place = f"{constants.ENDPOINT}/{name}"
     try:
         folder = snapshot_download(name, allow_patterns=files, ignore_patterns=_NOT_FILES)
         return epath.Path(folder)
-    except errors.GatedRepoError:
-        problem = "gives it only to those who accept its terms"
-        remedy = f"accept them at {hub}/{name}, then: hf auth login"
-    except (errors.RepositoryNotFoundError, errors.HFValidationError):
-        problem = "has no such model, or only for those who may read it"
-        remedy = "correct the name, or: hf auth login"
     except errors.LocalEntryNotFoundError:
-        problem = f"cannot be reached; {constants.HF_HUB_CACHE} has no whole copy"
+        problem = f"the Hub cannot be reached, and {constants.HF_HUB_CACHE} has no whole copy"
         remedy = f"elsewhere: hf download {name} --local-dir=DIR, then here --input=DIR"
-    except (errors.HTTPError, errors.XetDownloadError) as error:
+    except (errors.HFValidationError, errors.HTTPError, errors.XetDownloadError) as error:
         response = getattr(error, "response", None)
-        if response is None or response.status_code not in (401, 403):
+        is_refused = isinstance(error, errors.HFValidationError | errors.RepositoryNotFoundError)
+        if not is_refused and (response is None or response.status_code not in (401, 403)):
             remedy = "run the same command again, which keeps whole files"
-            raise StorageFailed(f"{hub}/{name}: {first_line(error)}; {remedy}") from error
-        problem = "does not take the token"
-        remedy = "hf auth login"
-    problem = f"no such directory, and the Hub at {hub} {problem}"
-    raise usage_error("--input", name, problem, remedy)
+            raise StorageFailed(f"{place}: {first_line(error)}; {remedy}") from error
+        problem = f"the Hub does not give {place} ({type(error).__name__})"
+        remedy = "correct the name, or accept the model's terms there, then: hf auth login"
+    raise usage_error("--input", name, f"no such directory, and {problem}", remedy)

@@ -42,12 +42,12 @@ def import_run(
     source = as_path("--input", source)
     path = as_path("--workdir", workdir)
     check_new("workdir", path)
-    if source.suffix == ".gguf" and source.is_file():
-        raise _is_gguf(source, source)
+    has_config = (source / "config.json").is_file()
+    if not has_config and (source.suffix == ".gguf" or any(source.glob("*.gguf"))):
+        problem = "is in the form GGUF, which is not read"
+        remedy = "load it with transformers, dequantized, save_pretrained, then --input=DIR"
+        raise usage_error("--input", source, problem, remedy)
     source = find_checkpoint(source)
-    if not (source / "config.json").is_file():
-        for file in source.glob("*.gguf"):
-            raise _is_gguf(source, file)
     is_orbax = deepmind.is_orbax(source)
     if is_orbax and config is None:
         problem = "is a checkpoint of Orbax, which does not tell its model"
@@ -63,29 +63,6 @@ def import_run(
             raise UsageError(str(error).replace(str(local), str(source))) from error
 
 
-def _is_gguf(source: epath.Path, file: epath.Path) -> UsageError:
-    problem = f"{file.name} is a GGUF file, which is not read"
-    options = f"gguf_file={file.name!r}, quantization_config=GgufConfig(dequantize=True)"
-    load = f"AutoModelForCausalLM.from_pretrained(FOLDER, {options}).save_pretrained(DIR)"
-    remedy = f"transformers reads it: {load}, AutoTokenizer likewise, then --input=DIR"
-    return usage_error("--input", source, problem, remedy)
-
-
-def _open(local: epath.Path) -> tuple[ConfigDict, dict, dict[str, Stored], list[Tensor]]:
-    """Opens a checkpoint of transformers.
-
-    Returns (config, values, stored, expected): the run's config, the fields of config.json, the
-    tensors by name, and where each one goes.
-    """
-    config, values = config_json.from_hf(local / "config.json")
-    family = FAMILIES[values["model_type"]]
-    unused = unused_tensors(config.model)
-    stored = {name: tensor for name, tensor in open_tensors(local).items() if name not in unused}
-    check_tensors(local, stored, list_tensors(config.model, family))
-    config.model.tied = is_tied(local, config.model.tied, stored)
-    return config, values, stored, list_tensors(config.model, family)
-
-
 def _import(
     source: epath.Path,
     local: epath.Path,
@@ -94,11 +71,18 @@ def _import(
     config: ConfigDict | None,
 ) -> dict:
     """Imports the checkpoint in the folder `local`, which is `source` or a copy of it."""
+    values = {}
     if config is None:
-        config, values, stored, expected = _open(local)
+        config, values = config_json.from_hf(local / "config.json")
+        family = FAMILIES[values["model_type"]]
+        stored = open_tensors(local)
+        for name in unused_tensors(config.model):
+            stored.pop(name, None)
+        check_tensors(local, stored, list_tensors(config.model, family))
+        config.model.tied = is_tied(config.model.tied, stored)
+        expected = list_tensors(config.model, family)
     else:
         validate(config)
-        values = {}
         stored, expected = deepmind.open_arrays(local, config.model)
     vocab_size = config.model.vocab_size
     tokenizer_name, loaded_tokenizer = find_tokenizer(local, tokenizer, vocab_size, values)
@@ -168,7 +152,7 @@ def _copy(source: Stored, tensor: Tensor, parameter: np.ndarray) -> None:
     tensor.write(parameter, values)
 
 
-def is_tied(source: epath.Path, tied: bool, stored: dict[str, Stored]) -> bool:
+def is_tied(tied: bool, stored: dict[str, Stored]) -> bool:
     """Tells whether the embedding is the output matrix: by config.json, or because both are equal.
 
     Raises UsageError where config.json and the file disagree.

@@ -12,22 +12,11 @@ from ml_collections import ConfigDict
 from prope.hf.families import Family
 from prope.stack import parameters
 from prope.stack.layers import first_sharing_layer, stacks
-from prope.stack.parameters import Parameter
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
-
-# The tensors that the classes of transformers read, of a layer or of the model.
-_READ = {
-    *("embed_tokens", "norm", "lm_head", "input_layernorm", "post_attention_layernorm"),
-    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
-    *("self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-    *("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"),
-    *("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm", "layer_scalar"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,19 +51,40 @@ class Tensor:
 def list_tensors(model: ConfigDict, family: Family) -> list[Tensor]:
     """Lists the tensors of a run's `config.model` for a family's class, sorted by name."""
     tensors = []
-    for path, row in parameters.parameters(model).items():
-        stack = parameters.stack_of(path)
-        rows = {None: ""}
-        if stack is not None:
-            rows = {row: f"layers.{layer}." for row, layer in enumerate(stacks(model)[stack])}
+    for path, parameter in parameters.parameters(model).items():
         sizes = parameters.axis_sizes(model, path)
-        for layer, prefix in rows.items():
-            for number, name in enumerate(_names(family, path, row)):
-                tensor = _tensor(sizes, path, row, layer, number, f"{prefix}{name}")
-                if path.endswith("/scale") and not family.adds_one:
-                    tensor = dataclasses.replace(tensor, offset=1.0)
+        shape = tuple(math.prod(sizes[axis] for axis in axes) for axes in parameter.hf_axes.split())
+        matrix_axes = parameter.axes.removeprefix("C")
+        letters = parameter.hf_axes.replace(" ", "")
+        names = family.names.get(parameters.row_path(path), parameter.hf_names)
+        for row, layer in layers_by_row(model, path).items():
+            prefix = "" if layer is None else f"layers.{layer}."
+            for number, name in enumerate(names):
+                tensor = Tensor(
+                    name=_full_name(f"{prefix}{name}", path),
+                    shape=shape,
+                    path=tuple(path.split("/")),
+                    layer=row,
+                    index=(number,) if parameter.axes.startswith("C") else (),
+                    order=tuple(matrix_axes.index(axis) for axis in letters),
+                    offset=float(path.endswith("/scale") and not family.adds_one),
+                )
                 tensors.append(tensor)
     return sorted(tensors, key=lambda tensor: tensor.name)
+
+
+def layers_by_row(model: ConfigDict, path: str) -> dict[int | None, int | None]:
+    """Returns the layer of every row of a stacked parameter; {None: None} for another."""
+    stack = parameters.stack_of(path)
+    return {None: None} if stack is None else dict(enumerate(stacks(model)[stack]))
+
+
+def _full_name(name: str, path: str) -> str:
+    suffix = ".bias" if path.endswith("/b") else ".weight"
+    if name.endswith("layer_scalar"):
+        suffix = ""
+    prefix = "" if f"{name}{suffix}" == HEAD else "model."
+    return f"{prefix}{name}{suffix}"
 
 
 def unused_tensors(model: ConfigDict) -> set[str]:
@@ -85,43 +95,3 @@ def unused_tensors(model: ConfigDict) -> set[str]:
         for number in range(first_sharing_layer(model), model.num_layers)
         for name in names
     }
-
-
-def _names(family: Family, path: str, row: Parameter) -> tuple[str, ...]:
-    """Returns the tensors that hold a parameter, one for each matrix of C."""
-    return family.names.get(parameters.row_path(path), row.hf_names)
-
-
-def unread_parameters(model: ConfigDict, family: Family) -> list[str]:
-    """Lists the parameters that no tensor of a family's class can hold, or only another's."""
-    taken: set[tuple[str | None, str, bool]] = set()
-    unread = []
-    for path, row in parameters.parameters(model).items():
-        is_bias = path.endswith("/b")
-        stack = parameters.stack_of(path)
-        names = set(_names(family, path, row))
-        tensors = {(stack, name, is_bias) for name in names}
-        if not tensors or tensors & taken or not names <= _READ:
-            unread.append(path)
-        taken |= tensors
-    return unread
-
-
-def _tensor(
-    sizes: dict[str, int], path: str, row: Parameter, layer: int | None, number: int, name: str
-) -> Tensor:
-    """Makes the tensor that holds matrix `number` of a parameter; `sizes` are of its axes."""
-    matrix_axes = row.axes.removeprefix("C")
-    letters = row.hf_axes.replace(" ", "")
-    prefix = "" if f"{name}.weight" == HEAD else "model."
-    suffix = ".bias" if path.endswith("/b") else ".weight"
-    if name.endswith("layer_scalar"):
-        suffix = ""
-    return Tensor(
-        name=f"{prefix}{name}{suffix}",
-        shape=tuple(math.prod(sizes[axis] for axis in axes) for axes in row.hf_axes.split()),
-        path=tuple(path.split("/")),
-        layer=layer,
-        index=(number,) if row.axes.startswith("C") else (),
-        order=tuple(matrix_axes.index(axis) for axis in letters),
-    )

@@ -51,7 +51,10 @@ def bench_peer(workdir: str, seq_len: int | None, sequences: int, rounds: int) -
       UsageError: torch or transformers is not installed, JAX's device is a TPU, torch has not the
         GPU that JAX has, or transformers has no class for the run.
     """
-    check_installed()
+    missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
+    if missing:
+        remedy = "source launch/setup.sh hf, or pip install 'prope[hf]'"
+        raise UsageError(f"--peer=transformers: {', '.join(missing)} is not installed; {remedy}")
     device = torch_device()
     run = open_run(workdir)
     config = run.config
@@ -72,6 +75,12 @@ def bench_peer(workdir: str, seq_len: int | None, sequences: int, rounds: int) -
     ours = our_programs(config, run.params(), batch)
     losses = {"prope": ours["loss"](), "transformers": theirs["loss"]()}
     log.info("loss of random tokens: %.5f, of transformers %.5f", *losses.values())
+    seconds = {}
+    for name in ours:
+        times = medians({"prope": ours[name], "transformers": theirs[name]}, rounds)
+        ratio = times["transformers"] / times["prope"]
+        log.info("%s: prope %.4g s, transformers %.4g s", name, *times.values())
+        seconds[name] = times | {"ratio": ratio}
     return {
         "workdir": str(workdir),
         "transformers": importlib.metadata.version("transformers"),
@@ -84,16 +93,8 @@ def bench_peer(workdir: str, seq_len: int | None, sequences: int, rounds: int) -
         "seq_len": config.data.seq_len,
         "model_flops_per_token": flops.model_flops_per_token(config.model, config.data.seq_len),
         "losses": losses,
-        "seconds": {name: time_in_turns(name, ours, theirs, rounds) for name in ours},
+        "seconds": seconds,
     }
-
-
-def check_installed() -> None:
-    """Raises UsageError where transformers or torch is missing."""
-    missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
-    if missing:
-        remedy = "source launch/setup.sh hf, or pip install 'prope[hf]'"
-        raise UsageError(f"--peer=transformers: {', '.join(missing)} is not installed; {remedy}")
 
 
 def torch_device() -> str:
@@ -110,15 +111,6 @@ def torch_device() -> str:
     if not torch.cuda.is_available():
         raise UsageError("--peer: torch sees no GPU, and JAX has one; set JAX_PLATFORMS=cpu")
     return "cuda"
-
-
-def time_in_turns(name: str, ours: Programs, theirs: Programs, rounds: int) -> dict[str, float]:
-    """Returns the median seconds of both, and theirs over ours."""
-    seconds = medians({"prope": ours[name], "transformers": theirs[name]}, rounds)
-    ratio = seconds["transformers"] / seconds["prope"]
-    text = "%s: %.4g s, transformers %.4g s: %.2f times as long"
-    log.info(text, name, *seconds.values(), ratio)
-    return seconds | {"ratio": ratio}
 
 
 def our_programs(config: ConfigDict, params: model.Params, batch: dict[str, jax.Array]) -> Programs:

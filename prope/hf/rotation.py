@@ -15,7 +15,7 @@ from prope.encodings import (
     ntk_wavelength,
 )
 from prope.errors import UsageError, usage_error
-from prope.hf.families import FULL, SLIDING, Family, read_kinds, rotated_layers, wrong
+from prope.hf.families import FULL, SLIDING, Family, positive, read_kinds, rotated_layers, wrong
 from prope.rope import frequencies, num_rotated_pairs
 from prope.stack.layers import head_dim, layer_windows
 
@@ -157,15 +157,12 @@ def read_rotation(family: Family, values: dict) -> dict:
 def _read_rope(rope: dict, values: dict) -> dict:
     """Returns the fields of config.model for rope_parameters."""
     kind = rope["rope_type"]
-    theta = rope["rope_theta"]
     p = rope["partial_rotary_factor"]
     _check_known(rope)
     if type(p) not in (int, float) or not 0 <= p <= 1 or (kind != "proportional" and p != 1):
         problem = f"must be a fraction in [0, 1] with rope_type proportional, and 1 with {kind}"
         raise wrong(rope, "partial_rotary_factor", problem)
-    if type(theta) not in (int, float):
-        raise wrong(rope, "rope_theta", "must be a number")
-    model = {"max_wavelength": float(theta), "rope_percentage": float(p)}
+    model = {"max_wavelength": float(positive(rope, "rope_theta")), "rope_percentage": float(p)}
     if not _is_plain(rope):
         model["rope_scaling_type"] = kind
         model |= {ours: rope[theirs] for theirs, ours in _SCALINGS[kind].items()}
@@ -185,9 +182,8 @@ def _ropes_by_kind(family: Family, values: dict) -> dict[str, dict]:
         raise wrong(values, "rope_parameters", problem)
     names = ("rope_theta", "rope_scaling", "max_position_embeddings")
     full = {name: values.get(name) for name in names}
-    local_theta = values.get("rope_local_base_freq")
-    if family.reads("rope_local_base_freq") and type(local_theta) not in (int, float):
-        raise wrong(values, "rope_local_base_freq", "must be a number")
+    name = "rope_local_base_freq"
+    local_theta = positive(values, name) if family.reads(name) else None
     local = full | {"rope_theta": local_theta, "rope_scaling": None}
     return {
         FULL: _rope_parameters(full | {"rope_parameters": written.get(FULL)}),

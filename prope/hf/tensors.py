@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -17,8 +18,7 @@ from prope.hf.layout import HEAD, INDEX, WEIGHTS, Tensor
 from prope.runtime import watchdog
 from prope.workdir.run import check_disk
 
-# Of the text, in the order in which they are tried.
-_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
+_PREFIX = re.compile(r"^(model\.language_model|language_model\.model|language_model|model)\.")
 _NOT_TEXT = {
     *("vision_tower", "audio_tower", "multi_modal_projector"),
     *("embed_vision", "embed_audio", "vision_embedder"),
@@ -44,16 +44,12 @@ def open_tensors(source: epath.Path) -> dict[str, Stored]:
     for name, tensor in _open_all(source).items():
         if name.endswith("rotary_emb.inv_freq") or _NOT_TEXT & set(name.split(".")):
             continue
-        bare = next(filter(None, (_without(name, prefix) for prefix in _PREFIXES)))
+        bare = _PREFIX.sub("", name)
         known = bare if bare == HEAD else f"model.{bare}"
         if known in tensors:
             raise UsageError(f"{tensor.file}: {name} is there twice; remove one")
         tensors[known] = tensor
     return tensors
-
-
-def _without(name: str, prefix: str) -> str | None:
-    return name.removeprefix(prefix) if name.startswith(prefix) else None
 
 
 def _open_all(source: epath.Path) -> dict[str, Stored]:
@@ -76,21 +72,11 @@ def _open_all(source: epath.Path) -> dict[str, Stored]:
         if name != HEAD or (source / str(file)).is_file()
     }
     for shard in sorted(shards):
-        stored |= _open_shard(index, shard, weight_map)
+        if not (source / shard).is_file():
+            problem = f"names the shard {shard}, which is not there"
+            raise UsageError(f"{index}: {problem}; download it too")
+        stored |= _open_file(source / shard)
     return stored
-
-
-def _open_shard(index: epath.Path, shard: str, weight_map: dict) -> dict[str, Stored]:
-    path = index.parent / shard
-    if not path.is_file():
-        raise UsageError(f"{index}: names the shard {shard}, which is not there; download it too")
-    tensors = _open_file(path)
-    listed = {name for name, file in weight_map.items() if file == shard}
-    if tensors.keys() - {HEAD} != listed - {HEAD}:  # a tied head is named, but not always saved
-        differing = some(tensors.keys() ^ listed)
-        problem = f"{index.name} says that its tensors are others: {differing}"
-        raise UsageError(f"{path}: {problem}; download both again")
-    return tensors
 
 
 def _open_file(path: epath.Path) -> dict[str, Stored]:

@@ -33,7 +33,11 @@ def find_tokenizer(
     beside = [str(source / name) for name in TOKENIZER_FILES if (source / name).is_file()]
     name = flag or (str(source) if beside else None)
     if name is None:
-        _refuse_unread(source)
+        for other in _UNREAD:
+            if (source / other).is_file():
+                problem = f"has neither {' nor '.join(TOKENIZER_FILES)}, and {other} is not read"
+                remedy = "load it with AutoTokenizer of transformers and save it there"
+                raise usage_error("--input", source, problem, f"{remedy}, or {_REMEDY}")
         remedy = "taking the byte tokenizer; if that is wrong, give --tokenizer=PATH"
         log.info("no %s in %s: %s", " or ".join(TOKENIZER_FILES), source, remedy)
         name = "byte"
@@ -54,14 +58,6 @@ def find_tokenizer(
             problem = f"{field}={theirs}, {tokenizer_has} {ours}"
             raise UsageError(f"{source}: {problem}; {_REMEDY}")
     return name, tokenizer
-
-
-def _refuse_unread(source: epath.Path) -> None:
-    for other in _UNREAD:
-        if (source / other).is_file():
-            problem = f"has neither {' nor '.join(TOKENIZER_FILES)}, and {other} is not read"
-            remedy = f"load it with AutoTokenizer of transformers and save it there, or {_REMEDY}"
-            raise usage_error("--input", source, problem, remedy)
 
 
 def _as_list(ids) -> list:

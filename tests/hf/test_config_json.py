@@ -7,18 +7,18 @@ import runpy
 
 import numpy as np
 import pytest
-from support.commands import ROOT
+from support.commands import ROOT, refusal
 from support.models import small
 from support.runs import SIZES
 
 from prope.config import default_config, set_layer_percentages
 from prope.encodings import layer_percentages
-from prope.errors import UsageError
 from prope.hf import config_json
 from prope.hf.families import ACTIVATIONS, FAMILIES, choose_family
 from prope.hf.layout import list_tensors
 from prope.hf.rotation import write_rotations
 from prope.stack.layers import layer_kinds, layer_windows
+from prope.stack.parameters import count
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -37,10 +37,8 @@ def read_model(tmp_path, model_type, **fields):
 
 def refuse(tmp_path, values, *names):
     """Reading ends in one line, which is returned: the file and all the names are in it."""
-    with pytest.raises(UsageError) as error:
-        read(tmp_path, values)
-    line = str(error.value)
-    assert "\n" not in line and line.startswith(f"{tmp_path}/config.json: ")
+    line = refusal(lambda: read(tmp_path, values))
+    assert line.startswith(f"{tmp_path}/config.json: ")
     assert all(name in line for name in names), line
     return line
 
@@ -69,7 +67,6 @@ PUBLISHED = {
     "gemma-2b": (2_506_172_416, [None] * 18, GEMMA | {"max_wavelength": 1e4}),
     "gemma-2-2b": (2_614_341_888, [4096, None] * 13, GEMMA_2),
     "gemma-2-27b": (27_227_128_320, [4096, None] * 23, GEMMA_2 | {"attention_scale": 1 / 12}),
-    "gemma-3-270m": (268_098_176, [*[512] * 5, None] * 3, GEMMA_3),
     "gemma-3-1b": (999_885_952, [*[512] * 5, None] * 4 + [512] * 2, GEMMA_3),
     "gemma-3-12b": (
         *(11_765_788_416 + 64 * 3840, [*[1024] * 5, None] * 8),
@@ -78,11 +75,8 @@ PUBLISHED = {
     # With layer_scalar, which is a buffer there.
     "gemma-4-E2B": (
         *(4_628_569_344 + 35, [*[512] * 4, None] * 7),
-        GEMMA_4 | {"num_kv_shared_layers": 20, "use_double_wide_mlp": True},
-    ),
-    "gemma-4-E4B": (
-        *(7_463_013_376 + 42, [*[512] * 5, None] * 7),
-        GEMMA_4 | {"num_kv_shared_layers": 18, "per_layer_input_dim": 256},
+        GEMMA_4
+        | {"num_kv_shared_layers": 20, "use_double_wide_mlp": True, "per_layer_input_dim": 256},
     ),
     "gemma-4-12B": (
         *(11_907_350_272 + 48, [*[1024] * 5, None] * 8),
@@ -120,6 +114,7 @@ def test_a_published_config_leads_to_its_model(tmp_path, name):
     config, filled = read(tmp_path, values)
     tensors = list_tensors(config.model, FAMILIES[filled["model_type"]])
     assert sum(math.prod(tensor.shape) for tensor in tensors) == parameters
+    assert count(config.model) == parameters
     assert layer_windows(config.model) == windows
     assert {name: config.model[name] for name in fields} == fields
     p = [1] * config.model.num_layers
@@ -233,12 +228,6 @@ YARN = {
 }
 
 
-@pytest.mark.parametrize(("factor", "logit_scale"), [(None, "yarn"), (1.0, "none")])
-def test_yarn_scales_logits_unless_the_file_says_1(tmp_path, factor, logit_scale):
-    model = read_model(tmp_path, "gemma", rope_parameters=YARN | {"attention_factor": factor})
-    assert (model.rope_scaling_type, model.logit_scale) == ("yarn", logit_scale)
-
-
 # --- What import refuses ------------------------------------------------------------------------
 
 
@@ -254,7 +243,6 @@ GEMMA_2B, GEMMA_2_2B, GEMMA_3_1B = (FILES[f"gemma-{name}"] for name in ("2b", "2
 GEMMA_3_12B = FILES["gemma-3-12b"]
 GEMMA_4_E2B, GEMMA_4_31B = (FILES[f"gemma-4-{name}"]["text_config"] for name in ("E2B", "31B"))
 FULL_LAYERS = FILES["gemma-4-31B, as later versions write it"]["per_layer_config"]
-EXPERTS = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8}
 TEXT = GEMMA_3_12B["text_config"]
 UNSET = {
     "attention_bias": True,
@@ -263,6 +251,7 @@ UNSET = {
     "final_logit_softcapping": 30.0,
     "residual_multiplier": 0.2,
     "num_experts": 8,
+    "enable_moe_block": True,
     "use_bidirectional_attention": True,
     "quantization_config": {"bits": 4},
 }
@@ -270,47 +259,30 @@ UNSET = {
 REFUSED = [
     (GEMMA_2B, UNSET),
     (GEMMA_2B, {"model_type": "gpt2"}),
-    (GEMMA_2B, {"model_type": "gemma3n", "num_kv_shared_layers": 10, "num_experts": 4}),
-    (GEMMA_2B, {"hidden_act": "relu"}, "hidden_act", "relu"),
-    (GEMMA_2B, {"hidden_act": "silu", "hidden_activation": "gelu"}, "hidden_act", "silu", "gelu"),
     (GEMMA_2B, {"layer_types": ["linear_attention", FULL]}),
     (GEMMA_2B, {"vocab_size": "3", "num_hidden_layers": 2.0, "num_attention_heads": 0}),
     (GEMMA_2B, {"head_dim": 63}),
     (GEMMA_2B, rope(rope_type="longrope", factor=2.0), "rope_type", "longrope"),
-    (GEMMA_2B, rope(rope_type="yarn"), "yarn", "factor"),
     (GEMMA_2B, rope(factor=8.0), '"factor": 8.0'),
-    (GEMMA_2B, rope(full_attention={}), "unknown with proportional: full_attention"),
     (GEMMA_2B, rope(partial_rotary_factor=1.5), "partial_rotary_factor=1.5"),
-    (GEMMA_2B, rope(rope_type="default", partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
-    (GEMMA_2B, rope(rope_theta=None), "rope_theta=null"),
     (GEMMA_2B, rope(rope_theta=1.0), "max_wavelength=1.0"),
     (GEMMA_2B, rope() | {"rope_scaling": {"type": "default"}}, "rope_scaling=", "rope_parameters="),
     (
-        GEMMA_2B,
-        yarn(attention_factor=2, truncate=0, factor="4"),
-        "factor",
-        "truncate",
-        "attention_f",
+        *(GEMMA_2B, yarn(attention_factor=2, truncate=0, factor="4")),
+        *("factor", "truncate", "attention_f"),
     ),
     (GEMMA_2B, yarn(factor=0.5), "rope_scaling_factor=0.5"),
     (GEMMA_2B, yarn(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
-    (GEMMA_2B, yarn(original_max_position_embeddings=64.5), "original_seq_len"),
-    (GEMMA_3_1B, {"layer_types": [FULL] * 25 + ["linear_attention"]}),
     (GEMMA_3_1B, {"rms_norm_eps": None, "rope_parameters": {"rope_theta": 1e4}}),
-    (GEMMA_2_2B, {"sliding_window": None}),
     (GEMMA_2_2B, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
-    (GEMMA_3_12B, {"text_config": None}),
     (GEMMA_3_12B, {"text_config": {"model_type": "siglip"}}),
     (
         *(GEMMA_3_12B, {"text_config": TEXT | {"attn_logit_softcapping": 50.0}}),
         "attn_logit_softcapping=50.0",
     ),
-    (GEMMA_4_31B, EXPERTS),  # 26B-A4B
     (GEMMA_4_E2B, {"use_bidirectional_attention": "all"}),
     (GEMMA_4_E2B, {"vocab_size_per_layer_input": 262208}),
     (GEMMA_4_E2B, {"num_kv_shared_layers": -1}),
-    (GEMMA_4_31B, {"global_head_dim": None}),
-    (GEMMA_4_31B, {"per_layer_config": {"4": FULL_LAYERS["5"]}}),
     (GEMMA_4_31B, {"per_layer_config": FULL_LAYERS | {"5": {"head_dim": 256}}}),
     (GEMMA_4_31B, {"per_layer_config": {"5": {"sliding_window": 4}}}),
     (GEMMA_4_31B, {"rope_parameters": {FULL: {"rope_type": "default"}}}, "rope_theta=null"),
@@ -324,17 +296,18 @@ def test_all_that_is_not_computed_is_named_at_once(tmp_path, case):
 
 
 # By field, the values among those below that are right.
-RIGHT = dict.fromkeys(
-    (
-        *("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"),
-        *("attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor"),
-        *("sliding_window_pattern", "no_rope_layer_interval"),
-    ),
-    0.5,
-) | dict.fromkeys(
-    (*("tie_word_embeddings", "use_sliding_window"), *("attention_k_eq_v", "use_double_wide_mlp")),
-    True,
+POSITIVE = (
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_local_base_freq",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "sliding_window_pattern",
+    "no_rope_layer_interval",
 )
+BOOLEAN = ("tie_word_embeddings", "use_sliding_window", "attention_k_eq_v", "use_double_wide_mlp")
+RIGHT = dict.fromkeys(POSITIVE, 0.5) | dict.fromkeys(BOOLEAN, True)
 OTHERS = ("hidden_act", "hidden_activation", "rope_scaling", "rope_parameters", "model_type")
 USED = {
     "num_hidden_layers": 6,
@@ -370,22 +343,17 @@ def test_a_value_of_another_type_in_a_rotation_is_one_line(tmp_path, field):
 
 # --- What a run's config.json says --------------------------------------------------------------
 
-OTHER_CLASSES = {
-    "rnope_swa": None,
-    "longcontext": None,
-    "gemma4_like": "Gemma4",
-    "gemma4_e2b": "Gemma4",
-    "gemma4_12b": "Gemma4",
-    "gemma2_like": "Gemma2",
-    "gemma3_like": "Gemma3",
-    "gemma3_270m": "Gemma3",
-    "gemma3_1b": "Gemma3",
-    "llama32_1b": "Llama",
-    "qwen3_0_6b": "Qwen3",
-    "smollm2_135m": "Llama",
-    "smollm3_like": "SmolLM3",
-    "conversion": "Gemma3",
+# By the beginning of a page's name; Gemma for the others.
+CLASSES = {
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3",
+    "gemma4": "Gemma4",
+    "llama": "Llama",
+    "qwen3": "Qwen3",
+    "smollm2": "Llama",
+    "smollm3": "SmolLM3",
     "conversion_smollm2": "Llama",
+    "conversion": "Gemma3",
 }
 PAGES = {file.stem for file in (ROOT / "configs").glob("*.py")} - {"families"}
 
@@ -393,11 +361,11 @@ PAGES = {file.stem for file in (ROOT / "configs").glob("*.py")} - {"families"}
 @pytest.mark.parametrize("page", sorted(PAGES))
 def test_the_class_of_every_page_of_configs(page):
     config = runpy.run_path(str(ROOT / "configs" / f"{page}.py"))["get_config"]()
-    name = OTHER_CLASSES.get(page, "Gemma")
-    if name is None:
-        with pytest.raises(UsageError, match="no class of transformers"):
-            config_json.to_hf(config, "float32")
+    if page in ("rnope_swa", "longcontext"):
+        line = refusal(lambda: config_json.to_hf(config, "float32"))
+        assert "no class of transformers" in line
     else:
+        name = next((CLASSES[start] for start in CLASSES if page.startswith(start)), "Gemma")
         values = config_json.to_hf(config, "float32")
         assert values["architectures"] == [f"{name}ForCausalLM"]
 
@@ -409,7 +377,7 @@ def written_rope(p=1.0, **fields):
     return config_json.to_hf(config, "float32")["rope_parameters"]
 
 
-@pytest.mark.parametrize("d", [2, 44, 64, 88, 104, 128, 224, 256])
+@pytest.mark.parametrize("d", [2, 44, 256])
 def test_a_hard_clip_keeps_its_pairs(d):
     """p = C / P alone would lose one, as at d = 44 and C = 15."""
     for n in range(d // 2 + 1):
@@ -418,27 +386,10 @@ def test_a_hard_clip_keeps_its_pairs(d):
         assert int(rope["partial_rotary_factor"] * d // 2) == d // 2 - n
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        (
-            {"rope_type": "cope", "clip_low_n": 4},
-            [1, 10**-0.5, 0.1, 10**-1.5, 0.01, 0.002371708245, 0.00025, 0],
-        ),
-        (
-            {"rope_type": "reversed", "p": 0.75},
-            [0, 0, 0.1, 10**-1.5, 0.01, 10**-2.5, 0.001, 10**-3.5],
-        ),
-        ({"rope_type": "partial", "p": 0.5}, [1, 0.1, 0.01, 0.001, 0, 0, 0, 0]),
-        (
-            {"rope_type": "rope_id", "original_seq_len": 512},
-            [0.1963495408, 0.09817477042, 0.04908738521, 0.02454369261, 0, 0, 0, 0],
-        ),
-    ],
-)
-def test_the_divisors_of_longrope(fields, expected):
-    rope = written_rope(head_dim=16, **fields)
+def test_the_divisors_of_longrope():
+    rope = written_rope(head_dim=16, rope_type="cope", clip_low_n=4)
     freqs = 1e4 ** (-np.arange(8) / 8) / np.array(rope["short_factor"])
+    expected = [1, 10**-0.5, 0.1, 10**-1.5, 0.01, 0.002371708245, 0.00025, 0]
     np.testing.assert_allclose(freqs, expected, rtol=1e-9, atol=1e-29)
     assert rope["long_factor"] == rope["short_factor"] and rope["attention_factor"] == 1
     json.dumps(rope, allow_nan=False)
@@ -467,49 +418,27 @@ GEMMA_4_RUN = {
     ("fields", "named", "nearest"),
     [
         ({"attention_scale": 0.7}, "attention_scale=0.7", "Gemma"),
-        ({"attention_softcap": 0.5}, "attention_softcap=0.5", "Gemma"),
         ({"use_qk_norm": True}, "use_qk_norm=True", "Gemma"),
         (WINDOWS, "layer_types=('sliding_attention', 'full_attention')", "Gemma"),
-        ({"p": (1.0, 0.25, 1.0)}, "rope_percentage=(1.0, 0.25, 1.0)", "Gemma"),
         (QWEN | {"p": (1.0, 0.25, 1.0)}, "rope_percentage=(1.0, 0.25, 1.0)", "Qwen3"),
         (QWEN | WINDOWS | {"local_max_wavelength": 500.0}, "local_max_wavelength=500.0", "Qwen3"),
-        (*(QWEN | WINDOWS | {"local_rope_percentage": 1.0}, "local_rope_percentage=1.0"), "Qwen3"),
         (QWEN | WINDOWS | YARN_RUN, "rope_scaling_type=yarn", "Qwen3"),
         (QWEN | WINDOWS | DROPE, "logit_scale=drope", "Qwen3"),
-        ({"post_norms": True, "qkv_bias": True}, "qkv_bias=True", "Gemma2"),
         ({"post_norms": True, "scale_embedding": False}, "scale_embedding=False", "Gemma2"),
-        (
-            {"post_norms": True, "use_qk_norm": True, "attention_softcap": 0.5},
-            *("use_qk_norm=True", "Gemma2"),
-        ),
-        ({"use_value_norm": True}, "use_value_norm=True", "Gemma"),
         ({"per_layer_input_dim": 8}, "per_layer_input_dim=8", "Gemma"),
         (GEMMA_4_RUN | {"layer_types": (SLIDING, FULL)}, "layer_types", "Gemma4"),
         (GEMMA_4_RUN | {"layer_types": (), "attention_scale": None}, "attention_scale", "Gemma4"),
         (GEMMA_4_RUN | {"layer_types": (), "num_global_kv_heads": 2}, "num_global_kv", "Gemma4"),
-        (GEMMA_4_RUN | {"layer_types": (), "qkv_bias": True}, "qkv_bias=True", "Gemma4"),
         (DYNAMIC, "rope_scaling_type=dynamic", None),
-        (DYNAMIC | {"rope_percentage": 1.0, "logit_scale": "yarn"}, "rope_scaling_type", None),
         (DYNAMIC | {"rope_type": "partial"}, "rope_scaling_type=dynamic", None),
     ],
 )
 def test_what_no_class_computes_is_not_exported(fields, named, nearest):
-    """The line says what the nearest class computes; it does, indeed."""
     config = default_config()
     config.model = small(**{name: value for name, value in fields.items() if name != "p"})
     if "p" in fields:
         set_layer_percentages(config, fields["p"])
     model = config.model
-    with pytest.raises(UsageError) as error:
-        choose_family(model, write_rotations(model))
-    line = str(error.value)
-    assert f"config.model.{named}" in line and "\n" not in line
-    if nearest is None:
-        return
-    name, others = re.search(r"nearest, (\w+)ForCausalLM, computes (.*)$", line).groups()
-    assert name == nearest
-    plain = {"one number": 0.75, "none": "none", "()": (), "None": None, "True": True, "1.0": 1.0}
-    for field, value in re.findall(r"(\w+)=(\(\)|[^,]+)", others):
-        with model.ignore_type():
-            model[field] = plain.get(value, 0)
-    assert FAMILIES[choose_family(model, write_rotations(model))].hf_class == f"{name}ForCausalLM"
+    line = refusal(lambda: choose_family(model, write_rotations(model)))
+    assert f"config.model.{named}" in line
+    assert nearest is None or f"nearest, {nearest}ForCausalLM, computes " in line

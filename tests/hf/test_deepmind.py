@@ -15,12 +15,11 @@ import oracles
 import orbax.checkpoint as ocp
 import pytest
 from support import write_gemma4
-from support.commands import ROOT
+from support.commands import ROOT, refusal
 from support.models import DENSE4, E4, draw_inputs, draw_model, forward, leaves_by_path, same, small
 
 from prope import apply_p_rope
 from prope.config import default_config
-from prope.errors import UsageError
 from prope.golden.check import FLOAT32, check, load_cases
 from prope.hf.importer import import_run
 from prope.stack import parameters
@@ -48,29 +47,15 @@ def gemma4_values(request, tmp_path_factory):
     return {name: np.array(rows) for name, rows in values.items()}
 
 
-def rotated_by(values):
-    return {name: rows for name, rows in values.items() if name in load_cases()}
-
-
 def test_gemma_4_s_rotation_is_golden_up_to_float32_angles(gemma4_values):
-    values = {name: {"rotated_queries": rows} for name, rows in rotated_by(gemma4_values).items()}
+    cases = load_cases().keys() & gemma4_values.keys()
+    values = {name: {"rotated_queries": gemma4_values[name]} for name in cases}
     verdict, result = check(values, float32_angles=True)
     assert result["equal"] and verdict.startswith("equal to p-RoPE in 4 of 17 cases")
     assert check(values)[1]["mistake"] == FLOAT32
 
 
-def test_gemma_4_s_rotation_is_prope_s_within_its_own_error(gemma4_values):
-    for name, theirs in rotated_by(gemma4_values).items():
-        case = load_cases()[name]
-        settings = (case["head_dim"], case["max_wavelength"], case["rope_percentage"])
-        inputs = np.float32(case["queries"])[None, :, None]
-        ours = apply_p_rope(inputs, case["positions"].astype(np.int32)[None], *settings)
-        their_error = np.abs(theirs - case["rotated_queries"]).max()
-        assert np.abs(ours[0, :, 0] - theirs).max() <= their_error + 1.5 * 3e-7
-        assert their_error < 0.05, "angles of 262143 and 1048575 radians, in float32"
-
-
-@pytest.mark.parametrize("p", [0, 0.1, 0.25, 0.5, 0.75, 1])
+@pytest.mark.parametrize("p", [0, 0.25, 1])
 def test_gemma_3_s_rotation_is_prope_s_within_its_own_error(gemma_rope, p):
     positions = np.array([[0, 1, 255, 256, 257, 4095, 8191]], np.int32)
     inputs = draw_inputs(256, positions)
@@ -166,14 +151,14 @@ def stacked(arrays, period):
 
 
 CHECKPOINTS = [
-    ("gemma 1 2B", flat),
-    ("gemma 1 7B", policy),
-    ("gemma 2", parameters.nest),
-    ("gemma 3", lambda arrays: stacked(arrays, 2)),
-    ("gemma 3", flat),
-    ("gemma 4", lambda arrays: stacked(arrays, 3)),
-    ("gemma 4", parameters.nest),
-    ("gemma 4 E", flat),
+    ("gemma 1 2B", flat, np.float32),
+    ("gemma 1 7B", policy, np.float32),
+    ("gemma 2", parameters.nest, np.float32),
+    ("gemma 3", lambda arrays: stacked(arrays, 2), np.float32),
+    ("gemma 3", flat, jnp.bfloat16),
+    ("gemma 4", lambda arrays: stacked(arrays, 3), np.float32),
+    ("gemma 4", parameters.nest, np.float32),
+    ("gemma 4 E", flat, np.float32),
 ]
 
 
@@ -209,19 +194,12 @@ def plus_one(params, one):
     return jax.tree_util.tree_map_with_path(shift, params)
 
 
-@pytest.mark.parametrize(("release", "layout"), CHECKPOINTS)
-def test_a_checkpoint_of_each_release_and_layout_is_read_bit_for_bit(release, layout, tmp_path):
-    config, params = write_checkpoint(tmp_path / "orbax", release, layout)
+@pytest.mark.parametrize(("release", "layout", "dtype"), CHECKPOINTS)
+def test_a_checkpoint_of_each_release_and_layout_is_read_exactly(release, layout, dtype, tmp_path):
+    config, params = write_checkpoint(tmp_path / "orbax", release, layout, dtype)
     result = import_run(tmp_path / "orbax", tmp_path / "run", config=config)
-    assert same(params, open_run(tmp_path / "run").params())
+    assert same(jax.tree.map(np.float32, params), open_run(tmp_path / "run").params())
     assert result["parameters"] == parameters.count(config.model)
-
-
-def test_bfloat16_is_read_exactly(tmp_path):
-    config, params = write_checkpoint(tmp_path / "orbax", "gemma 3", flat, jnp.bfloat16)
-    import_run(tmp_path / "orbax", tmp_path / "run", config=config)
-    expected = jax.tree.map(np.float32, params)
-    assert same(expected, open_run(tmp_path / "run").params())
 
 
 def test_parts_for_images_and_a_trainer_s_folder_are_passed_over(tmp_path):
@@ -248,10 +226,7 @@ Q_EINSUM = "layer_1/attn/q_einsum/w"
 
 def refused(tmp_path, config, *names):
     """The import ends in one line with these names, and leaves nothing."""
-    with pytest.raises(UsageError) as error:
-        import_run(tmp_path / "orbax", tmp_path / "run", config=config)
-    line = str(error.value)
-    assert "\n" not in line
+    line = refusal(lambda: import_run(tmp_path / "orbax", tmp_path / "run", config=config))
     assert all(name in line for name in names), line
     assert not (tmp_path / "run").exists()
 
@@ -262,10 +237,7 @@ def refused(tmp_path, config, *names):
     [
         ({Q_EINSUM: None}, {}, ("missing", Q_EINSUM, "--config")),
         ({"layer_1/attn/new": np.ones(3)}, {}, ("unknown", "layer_1/attn/new")),
-        ({}, {"use_qk_norm": True}, ("missing", "layer_0/attn/key_norm/scale")),
-        ({}, {"num_layers": 2}, ("unknown", "layer_2/attn/attn_vec_einsum/w")),
         ({}, {"vocab_size": 299}, ("input_embedding", "(428, 32)", "(299, 32)")),
-        ({}, {"embed_dim": 16}, ("layer_0/attn/attn_vec_einsum/w", "(4, 16, 32)")),
         ({}, {"tied": False}, ("missing", "head/w")),
         ({Q_EINSUM: np.ones((4, 32, 16), np.int32)}, {}, (Q_EINSUM, "int32")),
         ({}, {"rope_percentage": 2.0}, ("config.model.rope_percentage=2.0",)),

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.commands import refusal
 from support.exchange import edit, save, stored
 from support.models import same
 from support.runs import SIZES, make_run
@@ -20,7 +21,6 @@ from prope import model
 from prope.config import default_config
 from prope.cost.flops import num_parameters
 from prope.encodings import rotated_pairs
-from prope.errors import UsageError
 from prope.hf import exporter, importer, layout
 from prope.hf import tensors as tensor_files
 from prope.hf.families import FAMILIES
@@ -45,12 +45,7 @@ def params_of_run(tmp_path):
 
 @pytest.mark.parametrize(
     ("p", "sizes"),
-    [
-        (0, {}),
-        (0.1, {"head_dim": 256}),
-        (0.75, {"num_layers": 11}),
-        ((0.5, 0.5), {"num_kv_heads": 2, "max_wavelength": 1e6}),
-    ],
+    [(0.1, {"num_layers": 11}), ((0.5, 0.5), {"num_kv_heads": 2, "max_wavelength": 1e6})],
 )
 def test_a_run_comes_back_from_its_export(tmp_path, p, sizes):
     config, params = make_run(tmp_path / "run", p, **sizes)
@@ -71,16 +66,11 @@ def test_a_run_comes_back_from_its_export(tmp_path, p, sizes):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_file_is_as_the_library_writes_it(tmp_path, exported, dtype):
-    exporter.export(tmp_path / "run", tmp_path / "file", dtype=dtype)
-    ours = (tmp_path / "file" / WEIGHTS).read_bytes()
-    tensors = stored(tmp_path / "file")
-    save(tmp_path / "file", tensors)
-    assert (tmp_path / "file" / WEIGHTS).read_bytes() == ours
-    table = np.asarray(model.embedding(params_of_run(tmp_path)).astype(dtype))
-    assert tensors[EMBEDDING].tobytes() == table.tobytes()
-    assert json.loads((tmp_path / "file/config.json").read_text())["dtype"] == dtype
+def test_an_export_in_bfloat16(tmp_path, exported):
+    exporter.export(tmp_path / "run", tmp_path / "file", dtype="bfloat16")
+    table = np.asarray(model.embedding(params_of_run(tmp_path)).astype("bfloat16"))
+    assert stored(tmp_path / "file")[EMBEDDING].tobytes() == table.tobytes()
+    assert json.loads((tmp_path / "file/config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_an_export_in_shards_is_read_back(tmp_path, monkeypatch, exported):
@@ -93,15 +83,11 @@ def test_an_export_in_shards_is_read_back(tmp_path, monkeypatch, exported):
     assert len(files) > 2 and max(files.values()) < 110_000
     index = json.loads((shards / INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in whole.values())
-    assert index["weight_map"].keys() == whole.keys()
-    assert set(index["weight_map"].values()) == files.keys()
     _, run = import_back(tmp_path, shards)
     assert same(run.params(), params_of_run(tmp_path))
 
 
 # --- Other forms --------------------------------------------------------------------------------
-
-FREQUENCIES = np.ones(4, np.float32)
 
 
 def write_released(directory, tensors):
@@ -110,25 +96,16 @@ def write_released(directory, tensors):
     save(directory, tensors | {HEAD: tensors[EMBEDDING]})
 
 
-def write_frequencies(directory, tensors):
-    """As releases before 2024 have them: a buffer of each layer."""
-    name = "model.layers.{}.self_attn.rotary_emb.inv_freq"
-    save(directory, tensors | {name.format(i): FREQUENCIES for i in range(2)})
-
-
 def write_base_model(directory, tensors):
     """As GemmaModel saves itself, without a head."""
     bare = {name.removeprefix("model."): values for name, values in tensors.items()}
-    save(directory, bare | {"rotary_emb.inv_freq": FREQUENCIES})
+    name = "layers.0.self_attn.rotary_emb.inv_freq"  # as releases before 2024 have it
+    save(directory, bare | {name: np.ones(4, np.float32)})
 
 
 def write_untied(directory, tensors):
     edit(directory, tie_word_embeddings=False)
     save(directory, tensors | {HEAD: tensors[EMBEDDING]})
-
-
-def write_wide(directory, tensors):
-    save(directory, {name: values.astype(np.float64) for name, values in tensors.items()})
 
 
 def write_shards(directory, tensors, head=None):
@@ -148,10 +125,8 @@ def write_shards(directory, tensors, head=None):
     "write",
     [
         write_released,
-        write_frequencies,
         write_base_model,
         write_untied,
-        write_wide,
         write_shards,
         functools.partial(write_shards, head="0.safetensors"),
         functools.partial(write_shards, head="lost.safetensors"),
@@ -163,12 +138,13 @@ def test_what_transformers_loads_is_read(tmp_path, exported, write):
     assert same(run.params(), params_of_run(tmp_path))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_read_exactly(tmp_path, exported, dtype):
-    halves = {name: value.astype(jnp.dtype(dtype)) for name, value in stored(exported).items()}
-    save(exported, halves)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_other_dtypes_are_read_exactly(tmp_path, exported, dtype):
+    tensors = {name: value.astype(jnp.dtype(dtype)) for name, value in stored(exported).items()}
+    save(exported, tensors)
     _, run = import_back(tmp_path, exported)
-    rounded = jax.tree.map(lambda x: x.astype(dtype).astype(jnp.float32), params_of_run(tmp_path))
+    params = jax.tree.map(np.asarray, params_of_run(tmp_path))
+    rounded = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)).astype(np.float32), params)
     assert same(run.params(), rounded)
 
 
@@ -191,10 +167,9 @@ def test_ids_that_end_a_text_are_kept(tmp_path, exported, in_config, in_generati
         assert written["eos_token_id"] == ([1, *expected] if expected else 1), name
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_weights_that_are_not_finite_are_read_with_a_warning(tmp_path, exported, caplog, value):
+def test_weights_that_are_not_finite_are_read_with_a_warning(tmp_path, exported, caplog):
     tensors = stored(exported)
-    tensors[EMBEDDING][3, 5] = value
+    tensors[EMBEDDING][3, 5] = np.nan
     save(exported, tensors | {HEAD: tensors[EMBEDDING]})
     _, run = import_back(tmp_path, exported)
     np.testing.assert_array_equal(model.embedding(run.params()), tensors[EMBEDDING])
@@ -235,7 +210,6 @@ def test_the_commands_need_neither_torch_nor_transformers(
     after = run("evaluate", workdir=back, **data)
     assert after["loss"] == before["loss"]
     assert (after["step"], after["rotated_pairs"]) == (0, 24)
-    assert run("sample", workdir=back, prompt="turn", length=5)["step"] == 0
 
 
 # --- What is refused ----------------------------------------------------------------------------
@@ -244,10 +218,8 @@ def test_the_commands_need_neither_torch_nor_transformers(
 def refused(tmp_path, *names, source=None, workdir="back", **arguments):
     """The import ends in one line with these names, and leaves nothing."""
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(UsageError) as error:
-        importer.import_run(source or tmp_path / "hf", tmp_path / workdir, **arguments)
-    line = str(error.value)
-    assert "\n" not in line
+    source = source or tmp_path / "hf"
+    line = refusal(lambda: importer.import_run(source, tmp_path / workdir, **arguments))
     assert all(name in line for name in names), line
     assert sorted(tmp_path.iterdir()) == before
 
@@ -260,22 +232,17 @@ NORM = "model.norm.weight"
 DOWN = "model.layers.0.mlp.down_proj.weight"
 # (Fields that are edited in config.json, tensors that are changed, what the line names).
 EDITED = [
-    ({"attention_bias": True}, {}, "config.json", "attention_bias=true"),
     ({"tie_word_embeddings": False}, {}, "tie_word_embeddings=false", HEAD),
-    ({"head_dim": None}, {}, "(256, 48)"),
     ({"hidden_size": 50}, {}, "(300, 48)", "(300, 50)"),
-    ({"num_hidden_layers": 3}, {}, "missing", "model.layers.2.input_layernorm.weight", "6 more"),
-    ({"num_hidden_layers": 1}, {}, "unknown", "model.layers.1.input_layernorm.weight", "6 more"),
+    ({"num_hidden_layers": 3}, {}, "missing", "model.layers.2.input_layernorm.weight"),
+    ({"num_hidden_layers": 1}, {}, "unknown", "model.layers.1.input_layernorm.weight"),
     ({"vocab_size": 200}, {EMBEDDING: zeros(200, 48)}, "vocab_size=200", "260", "--tokenizer"),
     ({"bos_token_id": 1}, {}, "bos_token_id=1", "--tokenizer"),
     ({"eos_token_id": [5, 6]}, {}, "eos_token_id=[5, 6]", "--tokenizer"),
-    ({}, {NORM: None}, "missing", NORM),
     ({}, {"model.layers.0.self_attn.q_proj.bias": zeros(256)}, "unknown", "q_proj.bias"),
-    ({}, {"model.layers.1.pre_feedforward_layernorm.weight": zeros(48)}, "1.pre_feedforward"),
     ({}, {HEAD: zeros(300, 48)}, f"{HEAD} differs", "tie_word_embeddings"),
     ({}, {HEAD: zeros(48, 300)}, HEAD, "(48, 300)"),
     ({}, {NORM: zeros(47)}, NORM, "(47,)", "(48,)"),
-    ({}, {NORM: zeros(48, dtype=np.int8)}, NORM, "I8", "F32"),
     ({}, {DOWN: zeros(48, 96, dtype=jnp.float8_e4m3fn)}, DOWN, "F8_E4M3"),
     ({}, {"language_model.model.norm.weight": zeros(48)}, "norm.weight", "twice"),
 ]
@@ -309,10 +276,10 @@ def test_files_that_are_not_whole(tmp_path, exported):
     (exported / "config.json").write_text("[]")
     refused(tmp_path, "config.json", "JSON")
     (exported / "config.json").unlink()
-    refused(tmp_path, "config.json", "No such file")
+    refused(tmp_path, "config.json", "missing")
     (exported / "tiny.gguf").write_bytes(b"GGUF")
     for source in (exported, exported / "tiny.gguf"):
-        refused(tmp_path, f"--input={source}", "tiny.gguf", source=source)
+        refused(tmp_path, f"--input={source}", "GGUF", source=source)
 
 
 def test_shards_that_are_not_whole(tmp_path, exported):
@@ -320,8 +287,6 @@ def test_shards_that_are_not_whole(tmp_path, exported):
     (exported / WEIGHTS).rename(exported / "a.safetensors")
     for weight_map, named in (
         (dict.fromkeys(names, "b.safetensors"), "b.safetensors"),
-        (dict.fromkeys(set(names) - {NORM}, "a.safetensors"), NORM),
-        (dict.fromkeys([*names, "more"], "a.safetensors"), "more"),
         (None, "weight_map"),
     ):
         (exported / INDEX).write_text(json.dumps({"weight_map": weight_map}))
@@ -330,7 +295,7 @@ def test_shards_that_are_not_whole(tmp_path, exported):
     refused(tmp_path, INDEX)
 
 
-@pytest.mark.parametrize("ids", [[1, 300], [1, -1], [1, "2"], [1, 2.0]])
+@pytest.mark.parametrize("ids", [[1, 300], [1, "2"]])
 def test_an_end_that_is_no_id(tmp_path, exported, ids):
     (exported / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     refused(tmp_path, "eos_token_id=", "vocab_size=300")
@@ -354,9 +319,8 @@ def test_tokenizers_of_an_import(tmp_path, exported, sentencepiece_model):
 
 
 def export_refused(tmp_path, output, *names):
-    with pytest.raises(UsageError) as error:
-        exporter.export(tmp_path / "run", tmp_path / output)
-    assert all(name in str(error.value) for name in names)
+    line = refusal(lambda: exporter.export(tmp_path / "run", tmp_path / output))
+    assert all(name in line for name in names), line
 
 
 def test_what_is_there_is_left_alone(tmp_path, exported):

@@ -10,10 +10,11 @@ import shutil
 import threading
 
 import pytest
+from support.commands import refusal
 from support.exchange import edit
 from support.runs import make_run
 
-from prope.errors import StorageFailed, UsageError
+from prope.errors import StorageFailed
 from prope.hf import exporter, hub, importer
 from prope.runtime.files import as_path
 
@@ -118,9 +119,6 @@ def test_a_model_is_fetched_by_its_name_once(server, exported, tmp_path):
     assert by_name["init_hash"] == by_folder["init_hash"]
     fetched = {path.partition(f"{COMMIT}/")[2] for method, path in server.asked if method == "GET"}
     assert fetched - {""} == {file.name for file in exported.iterdir()} - {*OTHERS, "original"}
-    told = (tmp_path / "by_name/checkpoints/0").rglob("*")
-    source = f"cache/models--lab--tiny-gemma/snapshots/{COMMIT}".encode()
-    assert any(source in file.read_bytes() for file in told if file.is_file())
     server.asked.clear()
     fetch()
     assert set(server.asked) == {("GET", f"/api/models/{NAME}/revision/main")}
@@ -129,8 +127,8 @@ def test_a_model_is_fetched_by_its_name_once(server, exported, tmp_path):
 def test_a_model_that_is_refused_is_not_fetched(server, exported, tmp_path):
     server.folder = shutil.copytree(exported, tmp_path / "other")
     edit(server.folder, model_type="mamba")
-    with pytest.raises(UsageError, match='model_type="mamba"'):
-        importer.import_run(NAME, tmp_path / "run")
+    line = refusal(lambda: importer.import_run(NAME, tmp_path / "run"))
+    assert 'model_type="mamba"' in line
     names = {path.rpartition("/")[2] for _, path in server.asked}
     assert "config.json" in names and "model.safetensors" not in names
 
@@ -149,8 +147,7 @@ def test_a_model_in_the_cache_needs_no_network(server, monkeypatch):
     server.asked.clear()
     assert fetch() == place
     (place / "model.safetensors").unlink()
-    with pytest.raises(UsageError, match="/cache"):
-        fetch()
+    assert "/cache" in refusal(fetch)
     assert server.asked == []
 
 
@@ -159,17 +156,15 @@ def test_a_model_in_the_cache_needs_no_network(server, monkeypatch):
     [
         ("lab/none", {}, "hf auth login"),
         ("lab/a--b", {}, "the name"),
-        (NAME, {"/api": (401, "GatedRepo")}, f"accept them at .*/{NAME}, then: hf auth login"),
-        (NAME, {f"/{NAME}": (403, "GatedRepo")}, f"accept them at .*/{NAME}"),
-        (NAME, {"/api": (401, "")}, "token; hf auth login"),
+        (NAME, {f"/{NAME}": (403, "GatedRepo")}, f"/{NAME} .*Gated.*terms.*hf auth login"),
+        (NAME, {"/api": (401, "")}, "hf auth login"),
         (NAME, {"/api": (503, "")}, f"hf download {NAME} --local-dir=DIR"),
     ],
 )
 def test_what_the_hub_does_not_give_is_one_line(server, tmp_path, name, failing, remedy):
     server.failing |= failing
-    with pytest.raises(UsageError, match=f"^--input={name}: .*{remedy}") as error:
-        importer.import_run(name, tmp_path / "run")
-    assert "\n" not in str(error.value)
+    line = refusal(lambda: importer.import_run(name, tmp_path / "run"))
+    assert re.match(f"--input={name}: .*{remedy}", line), line
     assert not (tmp_path / "run").exists()
 
 
@@ -182,14 +177,12 @@ def test_a_download_that_stops_is_begun_again_by_the_same_command(server, tmp_pa
     assert importer.import_run(NAME, tmp_path / "run")["step"] == 0
 
 
-@pytest.mark.parametrize("name", ["none", "a/b/c", "../none/", "./lab/tiny-gemma", "/lab/tiny"])
+@pytest.mark.parametrize("name", ["none", "a/b/c", "./lab/tiny-gemma"])
 def test_what_is_no_name_is_a_directory_that_is_missing(server, name):
-    with pytest.raises(UsageError, match="^--input=.*: no such directory"):
-        fetch(name)
+    assert "no such directory" in refusal(lambda: fetch(name))
     assert server.asked == []
 
 
 def test_a_name_without_the_library(server, monkeypatch):
     monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=re.escape("pip install 'huggingface-hub>=2'")):
-        fetch()
+    assert "pip install 'huggingface-hub>=2'" in refusal(fetch)

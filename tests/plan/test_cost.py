@@ -12,12 +12,11 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import AbstractMesh, AxisType
 from support.models import SWITCHES
 
-from prope import model, sharding
+from prope import sharding
 from prope.config import default_config
 from prope.cost import flops
 from prope.cost.traced import count_flops
 from prope.optimizer import make_optimizer
-from prope.stack import parameters
 from prope.step import batch_shapes, init_state, make_train_step
 
 # --- Closed formulas ----------------------------------------------------------------------------
@@ -50,43 +49,6 @@ def test_gemma_2b_needs_the_flops_that_are_published_for_it():
         assert round(count / 1e9, 2) == billions
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 8])
-def test_model_flops_are_six_per_parameter_and_attention(kv_heads):
-    config = gemma_2b()
-    config.num_kv_heads = kv_heads
-    params = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
-    norms = (2 * 18 + 1) * 2048
-    matmuls = flops.num_parameters(params) - norms
-    attention = 18 * 2048 * 2
-    assert flops.model_flops_per_token(config, 2) == 6 * (matmuls + attention)
-
-
-SIZES = ("embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_dim")
-GEMMA_3 = {"use_qk_norm": True, "post_norms": True}
-PUBLISHED = {  # sizes, V, switches, parameters
-    "gemma-2-2b": ((2304, 26, 8, 4, 256, 9216), 256000, {"post_norms": True}, 2_614_341_888),
-    "gemma-3-270m": ((640, 18, 4, 1, 256, 2048), 262144, GEMMA_3, 268_098_176),
-    "gemma-3-1b": ((1152, 26, 4, 1, 256, 6912), 262144, GEMMA_3, 999_885_952),
-    "Llama-3.1-8B": ((4096, 32, 32, 8, 128, 14336), 128256, {"tied": False}, 8_030_261_248),
-    "SmolLM2-135M": ((576, 30, 9, 3, 64, 1536), 49152, {}, 134_515_008),
-    "Qwen2.5-0.5B": ((896, 24, 14, 2, 64, 4864), 151936, {"qkv_bias": True}, 494_032_768),
-    "Qwen3-0.6B": ((1024, 28, 16, 8, 128, 3072), 151936, {"use_qk_norm": True}, 596_049_920),
-}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_models_have_the_parameters_that_are_published_and_flops_of_the_matrices(name):
-    sizes, vocab_size, switches, count = PUBLISHED[name]
-    config = default_config().model
-    sizes = dict(zip(SIZES, sizes, strict=True))
-    config.update(sizes | switches | {"vocab_size": vocab_size})
-    assert parameters.count(config) == count
-    D, L, N, K, H, F = sizes.values()
-    matrices = L * (2 * N * H * D + 2 * K * H * D + 3 * F * D) + vocab_size * D
-    attention = L * N * H * 1024
-    assert flops.model_flops_per_token(config, 1024) == 6 * (matrices + attention)
-
-
 GEMMA_4 = {
     "global_head_dim": 512,
     "head_dim": 256,
@@ -98,21 +60,20 @@ GEMMA_4 = {
 }
 SHARED_KV = {"per_layer_input_dim": 256, "num_kv_shared_layers": 20, "use_double_wide_mlp": True}
 KEY_IS_VALUE = {"num_global_kv_heads": 1, "global_key_is_value": True}
-OF_GEMMA_4 = {  # D, L, N, K, F, window, layers of a period, other fields, parameters
-    "E2B": ((1536, 35, 8, 1, 6144, 512, 5), SHARED_KV, 4_628_569_344),
-    "12B": ((3840, 48, 16, 8, 15360, 1024, 6), KEY_IS_VALUE, 11_907_350_272),
+OF_GEMMA_4 = {  # D, L, N, K, F, window, layers of a period; other fields
+    "E2B": ((1536, 35, 8, 1, 6144, 512, 5), SHARED_KV),
+    "12B": ((3840, 48, 16, 8, 15360, 1024, 6), KEY_IS_VALUE),
 }
 
 
 @pytest.mark.parametrize("name", OF_GEMMA_4)
-def test_gemma_4_has_the_parameters_that_are_published_and_flops_of_its_matrices(name):
+def test_gemma_4_has_the_flops_of_its_matrices(name):
     """Layers with a window have heads of 256 lanes, the others of 512."""
-    (D, L, N, K, F, W, period), fields, count = OF_GEMMA_4[name]
+    (D, L, N, K, F, W, period), fields = OF_GEMMA_4[name]
     pattern = ("sliding_attention",) * (period - 1) + ("full_attention",)
     sizes = {"embed_dim": D, "num_layers": L, "num_heads": N, "num_kv_heads": K, "hidden_dim": F}
     config = default_config().model
     config.update(GEMMA_4 | fields | sizes | {"layer_types": pattern, "sliding_window": W})
-    assert parameters.count(config) == count + L  # Hugging Face's count leaves out skip scales
     T = 8192
     Q = config.per_layer_input_dim
     matrices = 262144 * D + L * Q * D
@@ -136,14 +97,11 @@ def test_layers_with_a_window_count_the_keys_that_it_shows():
     full = flops.model_flops_per_token(config, T)
     config.layer_types = ("sliding_attention", "sliding_attention", "full_attention")
     config.sliding_window = W
-    mean_keys = W - W * W / (2 * T)
-    hidden_keys = T / 2 - mean_keys
-    less = 12 * 8 * 256 * hidden_keys
-    windowed = flops.model_flops_per_token(config, T)
-    assert full - windowed == pytest.approx(12 * less)
     # Half of a query's own key counts, as in T^2 / 2 for T x T pairs.
-    seen = np.minimum(np.arange(T) + 0.5, W)
-    assert seen.mean() == pytest.approx(mean_keys, rel=0.02)
+    keys = np.arange(T) + 0.5
+    hidden_keys = (keys - np.minimum(keys, W)).mean()
+    windowed = flops.model_flops_per_token(config, T)
+    assert full - windowed == pytest.approx(12 * 12 * 8 * 256 * hidden_keys)
     config.sliding_window = 2 * T
     assert flops.model_flops_per_token(config, T) == full
 
@@ -152,10 +110,7 @@ def test_chips_are_found_by_what_jax_calls_them():
     peaks = {
         "TPU v5 lite": 197e12,
         "TPU v5": 459e12,
-        "TPU v6 lite": 918e12,
-        "NVIDIA H200": 989e12,
         "NVIDIA H100 80GB HBM3": 989e12,
-        "NVIDIA H100 PCIe": None,
         "TPU v5 ultra": None,
         "cpu": None,
     }
@@ -210,7 +165,7 @@ def flops_of_step(config, mesh_shape):
     return count_flops(jaxpr)
 
 
-@pytest.mark.parametrize("mesh_shape", [(1, 1, 1, 1), (2, 32, 1, 1), (2, 8, 1, 4)])
+@pytest.mark.parametrize("mesh_shape", [(1, 1, 1, 1), (2, 8, 1, 4)])
 @pytest.mark.parametrize("switches", [{}, SWITCHES], ids=("gemma", "switched"))
 def test_without_remat_no_matmul_of_a_step_is_computed_twice_on_any_mesh(mesh_shape, switches):
     """Of short sequences: a flash attention's backward pass computes its scores again."""

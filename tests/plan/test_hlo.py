@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from support.commands import ROOT, devices_flags, needs_libtpu
-from support.compiled import array_shapes
 
 from prope.cost import hlo, traffic
 
@@ -146,23 +145,6 @@ def test_hbm_bytes_of_a_module_written_by_hand():
     assert hbm_bytes(MODULE) == total
 
 
-def test_array_shapes_lists_all():
-    assert array_shapes(MODULE) == {
-        ("f32", (4, 1024)),
-        ("f32", (1, 1024)),
-        ("f32", (1024,)),
-        ("f32", (2048,)),
-        ("bf16", (64,)),
-        ("bf16", (1024,)),
-        ("s32", ()),
-        ("s32", (2,)),
-        ("u32", ()),
-        ("pred", ()),
-    }
-    outside = array_shapes(MODULE, in_fusions=False)
-    assert array_shapes(MODULE) - outside == {("f32", (1, 1024))}
-
-
 BETWEEN_SLICES = """
 HloModule hand, is_scheduled=true, num_partitions=4
 
@@ -198,7 +180,6 @@ def test_traffic_between_slices_is_counted_apart():
     ("old", "new", "rounds"),
     [
         ("direction=LT", "direction=LE", 5),
-        ("constant(8)", "constant(9)", 5),
         ("constant(8)", "constant(0)", 0),
         ("%zero.0 = s32[]{:T(128)} constant(0)", "%zero.0 = s32[]{:T(128)} constant(4)", 2),
         ("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"3"}}', 3),
@@ -228,7 +209,6 @@ def test_a_loop_may_count_down(direction, rounds):
         ("direction=LT", "direction=EQ"),
         ("add(%i.4, %two)", "multiply(%i.4, %two)"),
         ("add(%i.4, %two)", "add(%i.4, %two)\n  %next = s32[] add(%next, %i.4)"),
-        ("constant(2)", "partition-id()"),
         ("constant(2)", "constant(0)"),
         ("constant(8)", "partition-id()"),
         ("get-tuple-element(%state.2), index=0", "get-tuple-element(%state.2), index=1"),
@@ -238,11 +218,6 @@ def test_a_loop_of_unknown_length_is_named(old, new):
     assert MODULE.count(old) == 1
     with pytest.raises(ValueError, match="the loop %loop runs cannot be read"):
         collectives(MODULE.replace(old, new))
-
-
-def test_other_text_is_no_module():
-    with pytest.raises(ValueError, match="no ENTRY"):
-        hlo.parse("module @jit_step {}")
 
 
 CONDITIONAL = """
@@ -417,15 +392,12 @@ ENTRY %main (x: f32[1024]) -> f32[1024] {
     ("groups", "between"),
     [
         # 4 chips on 2 nodes of 2: those of one node, one of each, all.
-        ("replica_groups={{0,1},{2,3}}", None),
         ("replica_groups={{0,2},{1,3}}", 4096),
         ("replica_groups=[2,2]<=[4], use_global_device_ids=true", None),
         ("replica_groups=[2,2]<=[2,2]T(1,0), use_global_device_ids=true", 4096),
         ("replica_groups=[1,4]<=[4]", 2048),
-        ("replica_groups=mesh['a'=2,'b'=2] {'b'}, use_global_device_ids=true", None),
         ("replica_groups=mesh['a'=2,'b'=2] {'a'}", 4096),
         ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}, to_apply=%add", None),
-        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}, to_apply=%add", 4096),
         ("replica_groups=mesh['a'=2,'b'=2] {'a','b'}, to_apply=%add", 2048),
     ],
 )

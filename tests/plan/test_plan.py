@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 import types
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from support.commands import CONFIG, ROOT, needs_cuda, needs_libtpu
 
-from prope.config import default_config, differences
+from prope.config import default_config
 from prope.cost.plan import _does_not_fit, search
 from prope.errors import UsageError, to_user_error
 from prope.runtime import xla_flags
@@ -113,11 +112,9 @@ def test_on_64_chips_parameters_are_gathered_partly_beside_the_matmuls(plan_smal
     [
         ("tpu", {"fsdp": 16}, 2048, "head", "", False),
         ("tpu without splash", {"fsdp": 16}, 2048, "head", "", True),
-        ("tpu", {"fsdp": 16}, 2048, "head", "--xla_other=1", False),
         ("tpu", {"fsdp": 16}, 2048, "ahead", "", True),
         ("tpu", {"fsdp": 16}, 2032, "head", "", True),
         ("tpu", {"fsdp": 16, "data": 2}, 2048, "head", "", True),
-        ("tpu", {"fsdp": 16, "context": 2}, 4096, "head", "", True),
         ("tpu", {"fsdp": 1}, 2048, "head", "", True),
         ("tpu", {"fsdp": 16}, 2048, "head", f"--{ASYNC_FUSION}=true", None),
         ("gpu", {"fsdp": 16}, 2048, "head", "", None),
@@ -246,7 +243,6 @@ def test_what_does_not_fit_is_told_with_its_size(plan_small):
             "available HBM (15.75G).",
             round(49.06 * 2**30),
         ),
-        ("RESOURCE_EXHAUSTED: something else", None),
     ],
 )
 def test_the_size_in_a_compiler_s_error_is_read(message, size):
@@ -254,20 +250,6 @@ def test_the_size_in_a_compiler_s_error_is_read(message, size):
 
 
 # --- Pages and programs -------------------------------------------------------------------------
-
-
-def test_the_other_large_pages_take_the_same_step():
-    """The step of gemma_2b_flan.py, and of table2.py with both, differs in its text only."""
-
-    def page(name):
-        return runpy.run_path(f"{ROOT}/configs/gemma_2b_{name}.py")["get_config"]()
-
-    wiki = page("wiki")
-    flan = page("flan")
-    differing = {line.partition(":")[0] for line in differences(wiki, flan)}
-    assert differing == {"data.dataset", "data.mixture", "data.template"}
-    assert wiki.accumulation == flan.accumulation
-    assert wiki.model.remat == flan.model.remat
 
 
 # With their flags plans for TPUs take minutes: the table in prope/cost/README.md has them.
@@ -356,9 +338,8 @@ def test_too_little_vmem_for_a_kernel_is_no_matter_of_the_batch():
     remedy = "needs 21.84M of VMEM; add --xla_tpu_scoped_vmem_limit_kib=22365 or more"
     with pytest.raises(UsageError, match=remedy):
         _does_not_fit(message)
-    in_training = to_user_error(RuntimeError(message))
-    assert remedy in str(in_training)
-    assert "batch" not in str(in_training)
+    in_training = str(to_user_error(RuntimeError(message)))
+    assert remedy in in_training and "batch" not in in_training
 
 
 # --- Search -------------------------------------------------------------------------------------
@@ -458,14 +439,11 @@ def test_without_a_compiler_its_extra_is_named(plan, tmp_path, topology, extra):
 # Each has the name that the line must have in its last argument.
 REFUSED = [
     "--topology=v9:2x2",
-    "--topology=v5e",
-    "--topology=h100",
     "--topology=h100:1x8x8",
     "--topology=h100:0",
     "--topology=v5e:3x3",
     "--topology=h100:8 --slices=2",
     "--sequences_per_chip=0.3",
-    "--sequences_per_chip=nan",
     "--sequences_per_chip=inf",
     "--config.batch_size=6",
     "--config.model.attention=cudnn",
@@ -504,36 +482,27 @@ def test_a_platform_s_flags_reach_the_command_and_what_the_user_set_wins(platfor
     assert {name: variables[name] for name in expected} == expected
 
 
-def make_nvidia_smi(folder, script: str) -> str:
-    """Makes a program of that name from shell commands; returns the PATH that has it."""
-    program = folder / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    return f"{folder}:{sys.prefix}/bin:/usr/bin:/bin"
-
-
+# (What nvidia-smi prints and ends with, variables, connections, whether GPUs exchange).
 @pytest.mark.parametrize(
-    ("capabilities", "processes", "connections", "exchanges"),
+    ("script", "environment", "connections", "exchanges"),
     [
-        ("9.0\n9.0", "1", "1", True),
-        ("9.0", "auto", "1", True),
-        ("9.0", "1", None, False),
-        ("10.0\n10.0", "1", None, True),
-        ("8.0\n8.0", "1", None, True),
-        ("8.0", "1", None, False),
-        ("8.0", "0/1@localhost:8476", None, False),
-        ("8.0", "0/2@localhost:8476", None, True),
-        ("", "", None, True),
+        ("echo 9.0; echo 9.0", {}, "1", True),
+        ("echo 9.0", {"PROPE_PROCESSES": "auto"}, "1", True),
+        ("echo 9.0", {}, None, False),
+        ("echo 10.0; echo 10.0", {}, None, True),
+        ("echo 8.0", {"PROPE_PROCESSES": "0/1@localhost:8476"}, None, False),
+        ("echo 8.0", {"PROPE_PROCESSES": "0/2@localhost:8476"}, None, True),
+        ("echo 8.0; echo 8.0", {"CUDA_VISIBLE_DEVICES": "1"}, None, False),
+        ("echo 8.0; exit 9", {}, None, True),  # it finds nothing, and there may be several
     ],
 )
 def test_a_gpu_s_memory_and_flags_are_set_for_it(
-    tmp_path, capabilities, processes, connections, exchanges
+    tmp_path, script, environment, connections, exchanges
 ):
-    """Where nvidia-smi finds nothing, there may be several."""
-    environment = {
-        "PATH": make_nvidia_smi(tmp_path, f"echo '{capabilities}'"),
-        "PROPE_PROCESSES": processes,
-    }
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    environment["PATH"] = f"{tmp_path}:{sys.prefix}/bin:/usr/bin:/bin"
     variables = run_with_flags("gpu", **environment)
     assert variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.92"
     assert variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
@@ -543,20 +512,6 @@ def test_a_gpu_s_memory_and_flags_are_set_for_it(
     assert variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
 
 
-@pytest.mark.parametrize(
-    ("script", "visible", "exchanges"),
-    [
-        ("echo 9.0; echo 9.0", "1", False),
-        ("echo 9.0; echo 9.0", "0,1", True),
-        ("echo 9.0; exit 9", "", True),
-    ],
-)
-def test_gpus_that_cuda_does_not_see_do_not_count(tmp_path, script, visible, exchanges):
-    path = make_nvidia_smi(tmp_path, script)
-    variables = run_with_flags("gpu", PATH=path, CUDA_VISIBLE_DEVICES=visible)
-    assert ("XLA_FLAGS" in variables) == exchanges
-
-
 def test_xla_knows_the_gpu_s_flags():
     """Unknown ones end the process."""
     flags = " ".join(f"--{name}={str(value).lower()}" for name, value in xla_flags.GPU.items())
@@ -564,5 +519,3 @@ def test_xla_knows_the_gpu_s_flags():
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_OPTIMIZATION_LEVEL": "O1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stdout == "started\n", done.stderr[-500:]
-    environment["XLA_FLAGS"] = flags.replace("xla_gpu_enable", "xla_gpu_no_such")
-    assert subprocess.run(command, env=environment, capture_output=True).returncode != 0

@@ -13,11 +13,10 @@ import numpy as np
 import oracles
 import pytest
 from support import write_golden
-from support.commands import ROOT
+from support.commands import ROOT, refusal
 from support.planted import ROPE_MUTANTS, load_source
 
 from prope.encodings import partial_frequencies
-from prope.errors import UsageError
 from prope.golden import check as golden_check
 from prope.golden.check import (
     ARRAYS,
@@ -30,7 +29,7 @@ from prope.golden.check import (
     predict,
     read_values,
 )
-from prope.rope import apply_p_rope, rotate, rotation_table
+from prope.rope import rotate, rotation_table
 
 CASES = load_cases()
 PROPORTIONAL = [name for name in CASES if name.startswith("proportional")]
@@ -107,7 +106,6 @@ def test_the_golden_files_can_be_written_again(tmp_path):
     assert [file.name for file in files] == ["partial.json", "proportional.json"]
     for file in files:
         assert file.read_bytes() == (ROOT / "prope/golden" / file.name).read_bytes()
-    assert sum(file.stat().st_size for file in files) < 100_000
     source = (ROOT / "tests/support/write_golden.py").read_text()
     assert "prope" not in re.findall(r"^(?:import|from) (\w+)", source, re.M)
 
@@ -235,8 +233,6 @@ PORTS = {
     },
     "the number of rotated pairs is rounded up": lambda c: {"n": -int(-c.p * c.d // 2)},
     "max_wavelength is 10000 for every case": lambda c: {"theta": 1e4},
-    "max_wavelength is 500000 for every case": lambda c: {"theta": 5e5},
-    "max_wavelength is 1000000 for every case": lambda c: {"theta": 1e6},
     "bfloat16 angles": lambda c: {"round_angles": bfloat16},
     "bfloat16 positions, frequencies and angles": lambda c: {
         "m": bfloat16(c.m),
@@ -298,14 +294,14 @@ def ported(port, name, dtype=np.float64, table=np.asarray, sign=1):
     return outputs
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize(
     ("names", "ports", "mistake"),
     [(PROPORTIONAL, PORTS, mistake) for mistake in PORTS]
     + [(PARTIAL, PARTIAL_PORTS, mistake) for mistake in PARTIAL_PORTS],
 )
-def test_a_port_s_mistake_is_named(names, ports, mistake, dtype):
-    assert mistake_in({name: ported(ports[mistake], name, dtype) for name in names}) == mistake
+def test_a_port_s_mistake_is_named(names, ports, mistake):
+    values = {name: ported(ports[mistake], name, np.float32) for name in names}
+    assert mistake_in(values) == mistake
 
 
 GEMMA4 = "proportional_d512_theta1000000_p0.25"
@@ -319,28 +315,14 @@ PUBLIC_MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize("mistake", PUBLIC_MISTAKES)
-def test_the_public_mistakes_are_named_from_gemma_4_s_layer_alone(mistake, dtype):
+def test_the_public_mistakes_are_named_from_gemma_4_s_layer_alone(mistake):
     """Ports of Gemma 4 made them: 64 frequencies for a prefix of 128 lanes, or 128 for 512."""
-    assert CASES[GEMMA4]["rotated_pairs"] == 64
-    assert check(golden([GEMMA4]))[1]["cannot_exclude"] == [
-        "max_wavelength is 1000000 for every case",
-        "p = 0 is read as unset",
-        "the number of rotated pairs is rounded up",
-        "the sign of a negative position is lost",
-    ]
-    values = ported(PUBLIC_MISTAKES[mistake], GEMMA4, dtype)
+    values = ported(PUBLIC_MISTAKES[mistake], GEMMA4, np.float32)
     for kind, array in values.items():
         assert mistake_in({GEMMA4: {kind: array}}) == mistake
     values = {"scores": values["rotated_queries"] @ values["rotated_keys"].T}
     assert mistake_in({GEMMA4: values}) == mistake
-
-
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-def test_a_table_in_bfloat16_is_named(dtype):
-    values = {name: ported(right, name, dtype, table=bfloat16) for name in PROPORTIONAL}
-    assert mistake_in(values) == "bfloat16 table of cos and sin"
 
 
 def test_mistakes_in_single_lanes_are_named():
@@ -348,6 +330,8 @@ def test_mistakes_in_single_lanes_are_named():
     assert check(exact)[1]["equal"]
     values = {name: ported(right, name, sign=-1) for name in PROPORTIONAL}
     assert mistake_in(values) == "the sign of the first lane's sine is wrong"
+    values = {name: ported(right, name, np.float32, table=bfloat16) for name in PROPORTIONAL}
+    assert mistake_in(values) == "bfloat16 table of cos and sin"
     rounded = {}
     cleared = {}
     for name, arrays in exact.items():
@@ -359,21 +343,19 @@ def test_mistakes_in_single_lanes_are_named():
     assert mistake_in(cleared) == "lanes that are not rotated are set to zero"
 
 
-@pytest.mark.parametrize("mistake", ["positions begin one too high", UNKNOWN])
-def test_float32_angles_accept_no_other_mistake(mistake):
-    values = {name: ported(PORTS.get(mistake, right), name, np.float32) for name in PROPORTIONAL}
-    if mistake == UNKNOWN:
-        values["proportional_d64_p0.75"]["rotated_keys"][2, 40] += 0.5
-    verdict, result = check(values, float32_angles=True)
+def test_float32_angles_accept_no_other_mistake():
+    mistake = "positions begin one too high"
+    values = {name: ported(PORTS[mistake], name, np.float32) for name in PROPORTIONAL}
+    result = check(values, float32_angles=True)[1]
     assert result["mistake"] == mistake and not result["equal"]
-    assert verdict.startswith("not p-RoPE in ")
 
 
-def test_an_unknown_mistake_is_placed():
+@pytest.mark.parametrize("float32_angles", [False, True])
+def test_an_unknown_mistake_is_placed(float32_angles):
     values = {name: ported(right, name) for name in PROPORTIONAL}
     values["proportional_d64_p0.75"]["rotated_keys"][2, 40] += 0.5
-    verdict, result = check(values)
-    assert result["mistake"] == UNKNOWN
+    verdict, result = check(values, float32_angles)
+    assert result["mistake"] == UNKNOWN and not result["equal"]
     assert result["max_error"] == pytest.approx(0.4)
     assert "(proportional_d64_p0.75/rotated_keys[2, 40] is off by 4.0e-01)" in verdict
 
@@ -403,13 +385,6 @@ def test_what_cannot_be_excluded_is_told():
 
 
 # --- Other projects' programs -------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def libraries():
-    """(transformers, torch)."""
-    torch = pytest.importorskip("torch", reason="the hf extra is not installed")
-    return pytest.importorskip("transformers", reason="the hf extra is not installed"), torch
 
 
 def as_tensors(torch, case):
@@ -452,20 +427,6 @@ def test_transformers_passes_with_float32_angles(libraries, tmp_path):
     assert check(exact)[1]["equal"], "float32 frequencies are equal without the flag"
 
 
-def test_gemma_passes_with_float32_angles(gemma_rope):
-    values = {}
-    for name in PROPORTIONAL:
-        _, theta, p = settings(name)
-        positions = CASES[name]["positions"].astype(np.int32)[None]
-        values[name] = {}
-        for kind in ("queries", "keys"):
-            inputs = np.float32(CASES[name][kind])[None, :, None]
-            rotated = gemma_rope(inputs, positions, base_frequency=theta, rope_proportion=p)
-            values[name][f"rotated_{kind}"] = np.asarray(rotated)[0, :, 0]
-    assert mistake_in(values) == FLOAT32
-    assert check(values, float32_angles=True)[1]["equal"]
-
-
 def test_neox_in_transformers_passes_as_partial_rotary(libraries):
     transformers, torch = libraries
     from transformers.models.gpt_neox import modeling_gpt_neox as neox_model
@@ -501,14 +462,10 @@ GOOD = CASES[NAME]["rotated_queries"]
     ("arrays", "names"),
     [
         ({}, ["proportional_d16_p0/rotated_queries"]),
-        ({f"{NAME}0/cos": GOOD}, [f"{NAME}0/cos", "proportional_d16_p0"]),
         ({"rotated_queries": GOOD}, ["rotated_queries", "CASE/ARRAY"]),
         ({f"{NAME}/rotated_query": GOOD}, [f"{NAME}/rotated_query:", QUERIES]),
-        ({f"{NAME}/queries": GOOD}, [f"{NAME}/queries", "CASE/ARRAY"]),
         ({QUERIES: GOOD.T}, [QUERIES, "(6, 16)", "(16, 6)"]),
-        ({f"{NAME}/cos": GOOD[:, :9]}, ["cos", "(6, 8)", "(6, 9)"]),
-        ({f"{NAME}/sin": GOOD[:, :4]}, ["sin", "(6, 4)", "2 rotated pairs", "8 pairs"]),
-        ({f"{NAME}/cos": GOOD[:, :2]}, ["cos", "(6, 2)", "2 rotated pairs"]),
+        ({f"{NAME}/cos": GOOD[:, :2]}, ["cos", "(6, 2)", "rotated pairs"]),
         ({QUERIES: np.where(GOOD > 1, np.inf, GOOD)}, [QUERIES, "finite"]),
         ({QUERIES: GOOD.astype(str)}, [QUERIES, "<U"]),
         ({QUERIES: GOOD.astype(object)}, ["values.npz", ".npz"]),
@@ -516,10 +473,7 @@ GOOD = CASES[NAME]["rotated_queries"]
 )
 def test_bad_values_are_refused(arrays, names, tmp_path):
     np.savez(tmp_path / "values.npz", **arrays)
-    with pytest.raises(UsageError) as error:
-        read_values(tmp_path / "values.npz")
-    line = str(error.value)
-    assert "\n" not in line
+    line = refusal(lambda: read_values(tmp_path / "values.npz"))
     assert all(name in line for name in names), line
 
 
@@ -544,13 +498,9 @@ def test_every_form_of_an_array_is_read(tmp_path):
 
 def test_the_command_prints_a_verdict(run_command, start_command, tmp_path):
     name = "proportional_d64_p0.3"
-    case = CASES[name]
-    d, theta, _ = settings(name)
     for file, p in (("right", 0.3), ("wrong", 1.0)):
-        inputs = np.float32(case["queries"])[None, :, None]
-        positions = case["positions"].astype(np.int32)[None]
-        rotated = apply_p_rope(inputs, positions, d, theta, p)
-        np.savez(tmp_path / file, **{f"{name}/rotated_queries": rotated[0, :, 0]})
+        rotated = predict(CASES[name] | {"rope_percentage": p}, {})["rotated_queries"]
+        np.savez(tmp_path / file, **{f"{name}/rotated_queries": rotated})
     done = run_command("prope.check_port", f"--values={tmp_path}/right.npz")
     assert done.code == 0 and done.result["equal"]
     assert done.result["rope_percentage"] == 0.3
