@@ -6,8 +6,9 @@ Command    python -m prope.import_hf --input=HuggingFaceTB/SmolLM2-135M-Instruct
            python launch/sweep.py --config=configs/conversion_smollm2.py --workdir=W \\
                --init_from=W0 --config.data.tokenizer=W0/tokenizer --config.data.data_dir=DATA
            python -m prope.report --sweep=W
-Hardware   One GPU: 4 GB a run. Or one core of a CPU with AMX, else bfloat16 takes long: 10 GB.
-Hours      0.03 on one H100, all 12 runs at once; 4 on two cores: 40 minutes a run, two at once.
+Hardware   One GPU: 4 GB a run. Or one CPU core a run: 10 GB.
+Hours      0.03 on one H100, all 12 runs at once. On a CPU about 80 minutes a run, 8 hours for all
+           on two cores; 40 minutes by matmuls arranged for AMX, which left (dfe6f76 has them).
 Expected   After 0.41 M tokens p = 0.75 is 0.002 above the control, 0.5 0.035, 0.25 0.26; in
            windows of 8192 tokens 0.37, 1.2 and 3.0 (2026-11-27, configs/results/real_models.md).
 """

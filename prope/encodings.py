@@ -209,11 +209,12 @@ CHOICES = {
     "rope_scaling_type": SCALINGS,
     "logit_scale": LOGIT_SCALES,
 }
-WINDOW_FIELDS = ("sliding_window", "local_max_wavelength", "local_rope_percentage")
 # All fields of the encoding in config.model.
 FIELDS = {
     "layer_types",
-    *WINDOW_FIELDS,
+    "sliding_window",
+    "local_max_wavelength",
+    "local_rope_percentage",
     *CHOICES,
     *(name for kinds in CHOICES.values() for fields in kinds.values() for name in fields),
 }
@@ -388,14 +389,9 @@ def in_band(model) -> list[np.ndarray]:
     return masks
 
 
-def rotated_pairs_by_layer(model) -> list[int]:
-    """Returns how many pairs every layer rotates, [L]."""
-    return [int(np.count_nonzero(freqs)) for freqs in layer_frequencies(model)]
-
-
 def rotated_pairs(model) -> int | list[int]:
-    """Returns `rotated_pairs_by_layer` as commands print it: one number where all layers agree."""
-    pairs = rotated_pairs_by_layer(model)
+    """Returns how many pairs every layer rotates, [L]; one number where all have one encoding."""
+    pairs = [int(np.count_nonzero(freqs)) for freqs in layer_frequencies(model)]
     one_p = isinstance(model.rope_percentage, int | float)
     one_encoding = one_p and not model.layer_types and len(set(pairs)) == 1
     return pairs[0] if one_encoding else pairs
@@ -412,13 +408,7 @@ def rotated_share(model) -> str:
 
 def describe(model) -> str:
     """Returns what rotates, for a log: "p-RoPE rotates 24 of 32 pairs"."""
-    # A cutoff and a hard clip are p-RoPE, too.
-    names = {
-        "proportional": "p-RoPE",
-        "cutoff": "p-RoPE by cutoff",
-        "hard_clip": "p-RoPE by hard_clip",
-    }
-    name = names.get(model.rope_type, model.rope_type)
+    name = "p-RoPE" if model.rope_type == "proportional" else model.rope_type
     text = f"{name} rotates {rotated_share(model)} pairs"
     if model.rope_scaling_type == "none":
         return text

@@ -17,6 +17,7 @@ whether the loop is scanned or unrolled, so checkpoints do not depend on `scan_l
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -142,8 +143,7 @@ class Attention(nn.Module):
         query, key, value = self.rotate_fn(query, key, value, table)
         if key is not None:  # for `run_layer`; elsewhere nothing is stored
             captured = Captured(*unrotated, query.astype(x.dtype), key)
-            for name, array in captured._asdict().items():
-                self.sow("captured", name, array, reduce_fn=lambda _, new: new)
+            self.sow("captured", "inputs", captured, reduce_fn=lambda _, new: new)
         scale = config.attention_scale or self.layer.head_dim**-0.5
         query = (query * scale).astype(x.dtype)
         query = checkpoint_name(constrain(query, "BTNH"), "query")
@@ -365,7 +365,8 @@ def embed(
     The factor is rounded to `config.dtype`, as Google's code does; the product is cast last. The
     table may also hold some rows of the embedding only; tokens then index these.
     """
-    factor = parameters.embedding_factor(config)
+    factor = math.sqrt(config.embed_dim) if config.scale_embedding else 1.0
+    factor = float(jnp.dtype(config.dtype).type(factor))
 
     def scale(rows):
         return (rows * factor).astype(config.dtype)
@@ -449,7 +450,7 @@ def run_layer(
     (x, _), sown = block.apply(
         {"params": params}, x, memory, table, layer_input=layer_input, mutable="captured"
     )
-    return x, Captured(**sown["captured"]["attn"])
+    return x, sown["captured"]["attn"]["inputs"]
 
 
 def init(config: ConfigDict, key: jax.Array) -> Params:

@@ -88,18 +88,19 @@ def num_shards(letter: str) -> int:
 
 def constrain(x: jax.Array, axes: str) -> jax.Array:
     """Shards x as an activation with these axes, such as "BTNH"."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return x
-    return jax.lax.with_sharding_constraint(x, _spec(mesh, axes, x.shape))
+    return _constrain(x, axes, _spec)
 
 
 def constrain_like_param(x: jax.Array, axes: str) -> jax.Array:
     """Shards x as a stored parameter with these axes is sharded, such as "NDH"."""
+    return _constrain(x, axes, _param_spec)
+
+
+def _constrain(x, axes, rule):
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    return jax.lax.with_sharding_constraint(x, _param_spec(mesh, axes, x.shape))
+    return jax.lax.with_sharding_constraint(x, rule(mesh, axes, x.shape))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

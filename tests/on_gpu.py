@@ -24,7 +24,7 @@ from prope.loss import token_losses
 from prope.model import head, hidden_states
 from prope.rope import apply_p_rope
 
-FLOAT32 = 5e-6  # tests/model/test_attention.py holds attention on CPUs to this
+FLOAT32 = 5e-6  # several sums in other orders
 BFLOAT16 = 2e-2  # several roundings to 8 bits, each of up to 4e-3
 SHAPES = ((4, 1, 256), (6, 2, 64), (4, 4, 128))  # N, K, H
 Errors = Iterator[tuple[str, float, float]]  # what was computed, its error, the bound

@@ -35,55 +35,44 @@ def choose_implementation(
       ValueError: the requested implementation cannot run there; names every obstacle.
     """
     platform = device.platform
-    obstacles = {
-        "xla": [],
-        "splash": _splash_obstacles(platform, T, H),
-        "cudnn": _cudnn_obstacles(device, H, dtype, segmented, heads_divide, capped),
+    on_gpu = platform in ("gpu", "cuda")
+    capability = _compute_capability(device)
+    max_head_dim = 256 if capability >= (9, 0) else 128
+    divisor = "mesh.context must divide a device's heads, and its key/value heads unless it has one"
+    requirements = {
+        "xla": {},
+        "splash": {
+            f"it is a TPU kernel, and this is a {platform}": platform == "tpu",
+            f"the sequence length must be a multiple of 128; got {T}": T % 128 == 0,
+            f"head_dim must be a multiple of 128; got {H}": H % 128 == 0,
+            "it has no mask for sinks": not sinks,
+        },
+        "cudnn": {
+            f"it is an NVIDIA kernel, and this is a {platform}": on_gpu,
+            "it needs an Ampere GPU or a later one": capability >= (8, 0) or not on_gpu,
+            f"head_dim must be a multiple of 8 up to {max_head_dim}; got {H}": (
+                max_head_dim >= H and H % 8 == 0
+            ),
+            f"dtype must be bfloat16; got {dtype}": dtype == "bfloat16",
+            "it needs a dense mask to keep documents apart (data.mask_documents)": not segmented,
+            "it has no soft cap on scores (model.attention_softcap)": not capped,
+            divisor: heads_divide,
+            "it has no mask for sinks": not sinks,
+        },
     }
-    if sinks:
-        for kernel in ("splash", "cudnn"):
-            obstacles[kernel].append("it has no mask for sinks")
     native = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}.get(platform)
     candidate = native if requested == "auto" else requested
     if candidate is None:
         return "xla", f"there is no kernel for a {platform}"
-    refusal = f"{candidate} cannot be used: {'; '.join(obstacles[candidate])}"
+    obstacles = [text for text, holds in requirements[candidate].items() if not holds]
+    refusal = f"{candidate} cannot be used: {'; '.join(obstacles)}"
     if requested != "auto":
-        if obstacles[requested]:
+        if obstacles:
             raise ValueError(f"attention={refusal}; take auto or xla")
         return requested, "as asked"
-    if obstacles[native]:
+    if obstacles:
         return "xla", refusal
     return native, f"the fastest on a {platform}"
-
-
-def _splash_obstacles(platform: str, T: int, H: int) -> list[str]:
-    requirements = {
-        f"it is a TPU kernel, and this is a {platform}": platform == "tpu",
-        f"the sequence length must be a multiple of 128; got {T}": T % 128 == 0,
-        f"head_dim must be a multiple of 128; got {H}": H % 128 == 0,
-    }
-    return [obstacle for obstacle, holds in requirements.items() if not holds]
-
-
-def _cudnn_obstacles(
-    device, H: int, dtype: str, segmented: bool, heads_divide: bool, capped: bool
-) -> list[str]:
-    on_gpu = device.platform in ("gpu", "cuda")
-    capability = _compute_capability(device)
-    max_head_dim = 256 if capability >= (9, 0) else 128
-    head_dim_fits = max_head_dim >= H and H % 8 == 0
-    divisor = "mesh.context must divide a device's heads, and its key/value heads unless it has one"
-    requirements = {
-        f"it is an NVIDIA kernel, and this is a {device.platform}": on_gpu,
-        "it needs an Ampere GPU or a later one": capability >= (8, 0) or not on_gpu,
-        f"head_dim must be a multiple of 8 up to {max_head_dim}; got {H}": head_dim_fits,
-        f"dtype must be bfloat16; got {dtype}": dtype == "bfloat16",
-        "it needs a dense mask to keep documents apart (data.mask_documents)": not segmented,
-        "it has no soft cap on scores (model.attention_softcap)": not capped,
-        divisor: heads_divide,
-    }
-    return [obstacle for obstacle, holds in requirements.items() if not holds]
 
 
 def _compute_capability(device) -> tuple[int, ...]:

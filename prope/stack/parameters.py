@@ -210,12 +210,6 @@ def count(model: ConfigDict, matrices_only: bool = False) -> int:
     return total
 
 
-def embedding_factor(model: ConfigDict) -> float:
-    """Returns what embeddings are multiplied by: 1, or sqrt(D) rounded to the compute dtype."""
-    factor = math.sqrt(model.embed_dim) if model.scale_embedding else 1.0
-    return float(jnp.dtype(model.dtype).type(factor))
-
-
 def find(keys: Sequence) -> tuple[Parameter, str] | None:
     """Finds the row of a leaf by its key path, and the leaf's axes, with L where it is stacked.
 

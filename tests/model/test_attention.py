@@ -1,7 +1,6 @@
 """Causal attention and its gradient against their formulas in float64, and what computes it."""
 
 import functools
-import math
 from types import SimpleNamespace
 
 import jax
@@ -10,7 +9,6 @@ import numpy as np
 import oracles
 import pytest
 from support.bounds import assert_equal_but_rounding, measure_rounding
-from support.compiled import array_shapes
 from support.models import (
     attention_with_gradients,
     check_attention,
@@ -31,6 +29,10 @@ from prope.rope import rotation_table
 from prope.sharding import rank_positions
 from prope.stack.layers import layers
 
+# A multiple of what one unit in the last place of bfloat16 inputs moves attention by; the results
+# are rounded to bfloat16 as well. It is 0.004 to 0.013 of the largest element of an array.
+BFLOAT16 = 0.24
+
 
 def slow(*case):
     """A case of the slow tests."""
@@ -47,21 +49,14 @@ def segmented(T, B=2, window=None, sinks=0):
     [
         (9, 4, 1, CAUSAL),
         (9, 4, 4, segmented(9)),
-        (9, 4, 2, Mask(window=2)),
-        (9, 4, 2, segmented(9, window=3)),
         (9, 4, 2, segmented(9, window=2, sinks=1)),
         (128, 4, 2, CAUSAL),
         (300, 4, 2, segmented(300)),
-        (300, 4, 2, Mask(window=40)),
+        (300, 6, 3, Mask(window=40)),
         (300, 4, 2, segmented(300, window=129)),
         (300, 4, 2, Mask(window=300)),
-        (300, 4, 2, Mask(window=40, sinks=3)),
         (300, 4, 2, segmented(300, window=40, sinks=130)),
         (1025, 4, 2, segmented(1025, B=1, window=200)),
-        slow(9, 1, 1, CAUSAL),
-        slow(9, 6, 3, CAUSAL),
-        slow(300, 4, 1, CAUSAL),
-        slow(300, 3, 3, segmented(300)),
         slow(1025, 4, 2, CAUSAL),
     ],
 )
@@ -77,22 +72,20 @@ def test_capped_scores_and_their_gradients_equal_the_formula(mask):
     check_attention(*draw(300, 300, 4, 2, H=8), mask, cap=0.5, implementation="xla")
 
 
-@pytest.mark.parametrize("unrolled", [False, slow(True)])
 @pytest.mark.parametrize(
     ("T", "heads", "kv_heads", "mask"),
     [(384, 4, 4, segmented(384, window=100)), (577, 6, 2, Mask(window=300))],
 )
 def test_loops_over_blocks_and_their_gradients_equal_the_formula(
-    T, heads, kv_heads, mask, unrolled, monkeypatch
+    T, heads, kv_heads, mask, monkeypatch
 ):
-    monkeypatch.setattr(blockwise, "_MOST_UNROLLED", 100 if unrolled else 0)
+    monkeypatch.setattr(blockwise, "_MOST_UNROLLED", 0)
     check_attention(*draw(T, T, heads, kv_heads, H=8), mask, implementation="xla")
 
 
 @pytest.mark.parametrize("C", [1, 4])
 @pytest.mark.parametrize(
-    ("window", "sinks"),
-    [(None, 0), (1, 0), (100, 0), (128, 0), (129, 0), (700, 0), (100, 4), (100, 300), (700, 128)],
+    ("window", "sinks"), [(None, 0), (1, 0), (128, 0), (129, 0), (700, 0), (100, 300), (700, 128)]
 )
 def test_blocks_are_those_in_which_a_query_sees_a_key(C, window, sinks):
     T = 1024
@@ -117,8 +110,6 @@ def test_blocks_are_those_in_which_a_query_sees_a_key(C, window, sinks):
         (128, 4, 2, segmented(128)),
         (256, 2, 1, segmented(256, window=100)),
         slow(256, 2, 2, CAUSAL),
-        slow(384, 2, 1, segmented(384)),
-        slow(384, 2, 1, Mask(window=2)),
         slow(384, 2, 1, Mask(window=129)),
     ],
 )
@@ -148,40 +139,16 @@ def test_a_window_skips_the_keys_that_no_query_sees(implementation):
     assert flops(512) < 0.4 * flops(None)  # 0.23 where blocks are single queries
 
 
-def test_the_scores_never_exist_whole():
-    B = 2
-    T = 1024
-    N = 4
-    arrays = draw(T, T, N, 2, H=8, B=B)
-    mask = segmented(T)
-
-    def whole(query, key, value):
-        grouped = query.reshape(B, T, 2, 2, 8)
-        scores = jnp.einsum("btngh,bsnh->bngts", grouped, key)
-        return jnp.einsum("bngts,bsnh->btngh", jax.nn.softmax(scores), value)
-
-    def measure(run):
-        """The elements of the largest array; whether any has two axes of length T."""
-        text = jax.jit(run).lower(*arrays).compile().as_text()
-        shapes = [dims for _, dims in array_shapes(text)]
-        assert len(shapes) > 10
-        largest = max(map(math.prod, shapes))
-        return largest, any(dims.count(T) > 1 for dims in shapes)
-
-    assert measure(whole) == (B * N * T * T, True)
-    largest, has_square = measure(functools.partial(gradients, mask=mask, implementation="xla"))
-    assert largest <= B * N * T * T // 4
-    assert not has_square
-
-
 def test_memory_of_attention_grows_as_the_length():
-    def total(query, key, value):
-        return attention(query, key, value, implementation="xla").sum()
+    """Scores that exist whole would take a GB, and a mask a quarter."""
+
+    def total(query, key, value, segment_ids):
+        return attention(query, key, value, Mask(segment_ids), implementation="xla").sum()
 
     def temporary_bytes(T):
         shapes = [jax.ShapeDtypeStruct((1, T, heads, 64), np.float32) for heads in (4, 1, 1)]
-        gradient = jax.jit(jax.grad(total, (0, 1, 2)))
-        compiled = gradient.lower(*shapes).compile()
+        segment_ids = jax.ShapeDtypeStruct((1, T), np.int32)
+        compiled = jax.jit(jax.grad(total, (0, 1, 2))).lower(*shapes, segment_ids).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     half = temporary_bytes(16_384)
@@ -229,7 +196,7 @@ def test_queries_may_come_after_cached_keys(T, S, kv_heads, first, implementatio
     check_cache(arrays, first, Mask(window=window), implementation=implementation)
 
 
-@pytest.mark.parametrize(("dtype", "multiple"), [("float32", 8), ("bfloat16", 0.5)])
+@pytest.mark.parametrize(("dtype", "multiple"), [("float32", 8), ("bfloat16", BFLOAT16)])
 def test_a_cache_of_several_blocks_has_sinks_beside_a_window_and_a_cap(dtype, multiple):
     arrays = draw(150, 1200, 4, 2, dtype=dtype)
     mask = Mask(window=40, sinks=3)
@@ -265,12 +232,12 @@ def test_large_scores_do_not_overflow():
 
 def test_softmax_is_float32_for_bfloat16_inputs():
     """A softmax in bfloat16 would be off by several units of the inputs."""
-    check_attention(*draw(300, 300, 2, 1, dtype=jnp.bfloat16), multiple=0.5)
+    check_attention(*draw(300, 300, 2, 1, dtype=jnp.bfloat16), multiple=BFLOAT16)
 
 
-@pytest.mark.parametrize("head_dim", [32, pytest.param(64, marks=pytest.mark.slow), 128, 256])
-def test_bfloat16_queries_are_rotated_and_scaled_with_one_rounding(head_dim, monkeypatch):
-    """At 32 and 128 the scale is no power of 2; a second rounding would double the error."""
+def test_bfloat16_queries_are_rotated_and_scaled_with_one_rounding(monkeypatch):
+    """The scale is no power of 2: a second rounding would double the error."""
+    head_dim = 32
     config = small(head_dim=head_dim, dtype="bfloat16", num_layers=1, scan_layers=False)
     seen = {}
 
@@ -304,9 +271,7 @@ def test_splash_takes_its_largest_blocks(T):
         assert (result.shape, result.dtype) == (array.shape, array.dtype)
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "window"), [(4, 1, None), (4, 2, None), (2, 2, None), (4, 1, 7)]
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "window"), [(4, 2, None), (4, 1, 7)])
 def test_cudnn_is_called_with_what_equals_the_formula(monkeypatch, heads, kv_heads, window):
     """JAX's function that calls NVIDIA's kernel, which is not here, computes the same by XLA."""
     function = jax.nn.dot_product_attention
@@ -335,65 +300,57 @@ def make_gpu(compute_capability):
 
 CPU = SimpleNamespace(platform="cpu")
 TPU = SimpleNamespace(platform="tpu")
-TURING = make_gpu("7.5")
 AMPERE = make_gpu("8.0")
 HOPPER = make_gpu("9.0")
-BLACKWELL = make_gpu("10.0")
-AMD = make_gpu("gfx942")
 
-NOT_A_TPU = ("is a TPU kernel",)
-
-# The device, what differs from 8192 tokens of head_dim 128 in bfloat16 without documents, what auto
-# takes, and what the refusals of splash and of cudnn must name; nothing: it can run.
+# The device, what differs from 8192 tokens of head_dim 128 in bfloat16 without documents, and what
+# the refusal of the device's kernel must name; nothing: auto takes it.
 CHOICES = [
-    (CPU, {}, "xla", NOT_A_TPU, ("is an NVIDIA kernel",)),
-    (TPU, {"H": 256}, "splash", (), ("is an NVIDIA kernel", "head_dim", "256")),
-    (
-        TPU,
-        {"T": 128, "dtype": "float32", "segmented": True},
-        "splash",
-        (),
-        ("dtype", "mask_documents"),
-    ),
-    (TPU, {"T": 192}, "xla", ("sequence length", "192"), ("is an NVIDIA kernel",)),
-    (TPU, {"T": 256, "H": 64}, "xla", ("head_dim", "64"), ("is an NVIDIA kernel",)),
-    (TPU, {"sinks": 4}, "xla", ("sinks",), ("is an NVIDIA kernel", "sinks")),
-    (AMPERE, {}, "cudnn", NOT_A_TPU, ()),
-    (AMPERE, {"T": 100, "H": 64}, "cudnn", (*NOT_A_TPU, "100", "64"), ()),
-    (AMPERE, {"H": 256}, "xla", NOT_A_TPU, ("head_dim", "128", "256")),
-    (HOPPER, {"H": 256}, "cudnn", NOT_A_TPU, ()),
-    (BLACKWELL, {"H": 256}, "cudnn", NOT_A_TPU, ()),
-    (HOPPER, {"H": 384}, "xla", NOT_A_TPU, ("head_dim", "256", "384")),
-    (HOPPER, {"dtype": "float32"}, "xla", NOT_A_TPU, ("dtype", "float32")),
-    (HOPPER, {"segmented": True}, "xla", NOT_A_TPU, ("data.mask_documents",)),
-    (HOPPER, {"heads_divide": False}, "xla", NOT_A_TPU, ("mesh.context",)),
-    (HOPPER, {"capped": True}, "xla", NOT_A_TPU, ("model.attention_softcap",)),
-    (HOPPER, {"sinks": 4}, "xla", NOT_A_TPU, ("sinks",)),
-    (TURING, {}, "xla", NOT_A_TPU, ("Ampere",)),
-    (AMD, {}, "xla", NOT_A_TPU, ("Ampere",)),
+    (TPU, {"H": 256}, ()),
+    (TPU, {"T": 128, "dtype": "float32", "segmented": True}, ()),
+    (TPU, {"T": 192, "H": 64}, ("sequence length", "192", "head_dim", "64")),
+    (TPU, {"sinks": 4}, ("sinks",)),
+    (AMPERE, {"T": 100, "H": 64}, ()),
+    (AMPERE, {"H": 256}, ("head_dim", "128", "256")),
+    (HOPPER, {"H": 256}, ()),
+    (make_gpu("10.0"), {"H": 256}, ()),
+    (HOPPER, {"H": 384}, ("head_dim", "256", "384")),
+    (HOPPER, {"dtype": "float32"}, ("dtype", "float32")),
+    (HOPPER, {"segmented": True}, ("data.mask_documents",)),
+    (HOPPER, {"heads_divide": False}, ("mesh.context",)),
+    (HOPPER, {"capped": True}, ("model.attention_softcap",)),
+    (HOPPER, {"sinks": 4}, ("sinks",)),
+    (make_gpu("7.5"), {}, ("Ampere",)),
+    (make_gpu("gfx942"), {}, ("Ampere",)),
 ]
+WORKLOAD = {"T": 8192, "H": 128, "dtype": "bfloat16", "segmented": False}
 
 
-@pytest.mark.parametrize(
-    ("device", "change", "choice", "splash", "cudnn"), CHOICES, ids=range(len(CHOICES))
-)
-def test_the_choice_and_its_reason(device, change, choice, splash, cudnn):
-    workload = {"T": 8192, "H": 128, "dtype": "bfloat16", "segmented": False}
-    choose = functools.partial(choose_implementation, device=device, **(workload | change))
-    named = {"splash": splash, "cudnn": cudnn}
-    name, reason = choose("auto")
-    assert name == choice
-    native = {"tpu": "splash", "gpu": "cudnn"}.get(device.platform)
-    for words in named[native] if native else ("cpu",):
-        assert words in reason
-    assert choose("xla")[0] == "xla"
-    for name, obstacles in named.items():
-        if not obstacles:
-            assert choose(name)[0] == name
-            continue
-        with pytest.raises(ValueError) as refused:
-            choose(name)
-        line = str(refused.value)
-        assert line.startswith(f"attention={name} ") and "\n" not in line
-        for words in obstacles:
-            assert words in line
+def refuse(kernel, device, workload) -> str:
+    """The one line with which a device refuses a kernel."""
+    with pytest.raises(ValueError) as refused:
+        choose_implementation(kernel, device, **workload)
+    line = str(refused.value)
+    assert line.startswith(f"attention={kernel} ") and "\n" not in line
+    return line
+
+
+@pytest.mark.parametrize(("device", "change", "obstacles"), CHOICES)
+def test_a_device_takes_its_kernel_where_it_can(device, change, obstacles):
+    kernel = "splash" if device is TPU else "cudnn"
+    workload = WORKLOAD | change
+    name, reason = choose_implementation("auto", device, **workload)
+    if not obstacles:
+        assert choose_implementation(kernel, device, **workload)[0] == name == kernel
+        return
+    assert name == "xla"
+    line = refuse(kernel, device, workload)
+    for words in obstacles:
+        assert words in reason and words in line
+
+
+def test_kernels_are_for_one_kind_of_device():
+    assert choose_implementation("auto", CPU, **WORKLOAD)[0] == "xla"
+    for device, kernel in ((CPU, "splash"), (AMPERE, "splash"), (CPU, "cudnn"), (TPU, "cudnn")):
+        assert f"this is a {device.platform}" in refuse(kernel, device, WORKLOAD)
+        assert choose_implementation("xla", device, **WORKLOAD)[0] == "xla"

@@ -10,12 +10,12 @@ import oracles
 import pytest
 from oracles import decoder
 from support.bounds import assert_equal_but_rounding, measure_rounding
+from support.commands import refusal
 from support.models import KINDS_OF_LAYERS, draw_model, forward, layer_params, small
 
 from prope import encodings, model
-from prope.config import default_config, from_dict, set_layer_percentages
+from prope.config import default_config
 from prope.encodings import layer_frequencies
-from prope.errors import UsageError
 from prope.inference.generation import empty_cache
 from prope.rope import frequencies
 from prope.runtime.validate import validate
@@ -52,24 +52,6 @@ def test_types_have_the_numbers_of_their_formulas():
         )
 
 
-@pytest.mark.parametrize(
-    ("d", "wavelength", "length", "pairs"),
-    [
-        (16, 1e4, 512, 4),
-        (128, 5e5, 8192, 35),
-        (128, 1e4, 4096, 46),
-        (256, 1e4, 512, 62),
-        (256, 1e4, 8192, 100),
-    ],
-)
-def test_a_cutoff_keeps_the_pairs_that_complete_a_period(d, wavelength, length, pairs):
-    kept = encodings.cutoff_frequencies(d, wavelength, length)
-    assert np.count_nonzero(kept) == pairs
-    np.testing.assert_array_equal(
-        kept, encodings.hard_clip_frequencies(d, wavelength, d // 2 - pairs)
-    )
-
-
 def test_scalings_of_the_wavelength_have_the_numbers_of_their_formulas():
     close(
         frequencies(16, encodings.ntk_wavelength(16, 1e4, 4)),
@@ -100,28 +82,11 @@ def test_scalings_by_pairs_have_the_numbers_of_their_formulas():
         encodings.yarn_frequencies(rope, 16, 1e4, 4, 512),
         [1, 0.2569350599, 0.0625, 0.01383496476, *SLOW],
     )
-    close(
-        encodings.yarn_frequencies(rope, 16, 1e4, 4, 2048),
-        [1, 0.316227766, 0.1, 0.02569350599, 0.00625, 0.001383496476, 0.00025, 7.90569415e-05],
-    )
     # The ramp ends after the slowest pair.
     close(
         encodings.yarn_frequencies(rope, 16, 1e4, 4, 131_072), [*R16[:6], 8.125e-4, 1.976423538e-4]
     )
     close(encodings.llama3_frequencies(rope, 4, 512), [*R16[:3], 0.02037183272, *SLOW])
-    close(
-        encodings.llama3_frequencies(frequencies(16, 5e5), 8, 8192),
-        [
-            1,
-            0.1939227447,
-            0.03760603093,
-            0.007292664737,
-            0.000524846161,
-            3.428102196e-05,
-            6.647869871e-06,
-            1.289173172e-06,
-        ],
-    )
     steep = encodings.llama3_frequencies(rope, 4, 512, 1, 1)  # as Llama 4: no ramp
     close(steep, [*R16[:4], *SLOW])
 
@@ -157,27 +122,6 @@ def test_the_neutral_value_of_each_is_rope_bit_for_bit():
     )
     clamped = encodings.clipped_frequencies(64, 1e4, 99)
     np.testing.assert_array_equal(clamped, encodings.clipped_frequencies(64, 1e4, 32))
-
-
-@pytest.mark.parametrize("d", [44, 64, 88, 104, 128, 224, 256])
-def test_every_type_gives_frequencies_that_fall_from_1(d):
-    fields = {
-        "max_wavelength": 1e4,
-        "rope_percentage": 0.5,
-        "original_seq_len": 512,
-        "rope_cutoff": 1.0,
-        "clip_low_n": 9,
-    }
-    for name, (function, needed) in encodings.TYPES.items():
-        freqs = function(d, *[fields[field] for field in needed])
-        assert freqs.shape == (d // 2,), name
-        assert freqs.dtype == np.float64, name
-        assert 0 <= freqs.min() <= freqs.max() <= 1, name
-        rotated = freqs[freqs > 0]
-        assert len(rotated) > 1, name
-        assert (np.diff(rotated) < 0).all(), name
-        if name != "reversed":
-            assert (np.diff(freqs) <= 0).all(), name
 
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -250,8 +194,7 @@ def test_every_type_takes_every_scaling_but_rope_id_those_of_a_wavelength(rope_t
         config.model.scaled_pairs = (1, 2)
     if rope_type == "rope_id" and scaling in ("ntk", "dynamic", "yarn"):
         assert not encodings.can_rescale(rope_type, scaling)
-        with pytest.raises(UsageError, match=f"rope_scaling_type={scaling}: "):
-            validate(config)
+        assert f"rope_scaling_type={scaling}: " in refusal(validate, config)
     else:
         assert encodings.can_rescale(rope_type, scaling)
         validate(config)
@@ -262,13 +205,6 @@ def test_scalings_leave_layers_with_a_window_as_they_are():
     freqs = layer_frequencies(small(num_layers=6, rope_percentage=1.0, **scaling, **GEMMA))
     for layer, expected in enumerate([R16, R16, np.array(R16) / 8] * 2):
         close(freqs[layer], expected)
-
-
-def test_how_many_pairs_rotate_is_said_once_for_each_kind_of_layer():
-    model = small(**KINDS_OF_LAYERS, rope_percentage=0.25)
-    assert encodings.describe(model) == "p-RoPE rotates 2 or 6 of 8 pairs"
-    model = small(rope_percentage=0.25)
-    assert encodings.describe(model) == "p-RoPE rotates 2 of 8 pairs"
 
 
 def test_interventions_act_on_layers_with_a_window_too():
@@ -328,19 +264,9 @@ LAYERS = [
 ]
 
 
-@pytest.mark.parametrize("remat", ["none", pytest.param("save_qkv", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("scan_layers", "fields", "freqs", "windows"),
-    [
-        *((True, *case) for case in LAYERS),
-        (False, *LAYERS[2]),
-        *(pytest.param(False, *LAYERS[case], marks=pytest.mark.slow) for case in (0, 1, 3)),
-    ],
-)
-def test_layers_with_windows_and_encodings_equal_the_formula(
-    scan_layers, remat, fields, freqs, windows
-):
-    config = small(num_layers=6, scan_layers=scan_layers, remat=remat, **fields)
+@pytest.mark.parametrize(("fields", "freqs", "windows"), LAYERS)
+def test_layers_with_windows_and_encodings_equal_the_formula(fields, freqs, windows):
+    config = small(num_layers=6, **fields)
     params, tokens, positions = draw_model(config)
     scale = 1.296476993 if "logit_scale" in fields else 1.0
     freqs = [freqs[layer % len(freqs)] for layer in range(6)]
@@ -372,21 +298,6 @@ def test_a_cache_gives_what_the_whole_text_gives(fields):
         assert_equal_but_rounding(hidden[:, 0], whole[:, t], movement)
 
 
-def test_the_gradient_of_periods_is_that_of_single_layers():
-    """The same layers as one period of six, and as two of three."""
-
-    def gradient(pattern):
-        config = small(num_layers=6, remat="minimal", **(GEMMA | {"layer_types": pattern}))
-        params, tokens, positions = draw_model(config)
-        run = functools.partial(model.hidden_states, config, tokens=tokens, positions=positions)
-        return jax.jit(jax.grad(lambda params: run(params).std())), params
-
-    compute, params = gradient(GEMMA["layer_types"])
-    expected, movement = measure_rounding(compute, params)
-    compute, params = gradient(GEMMA["layer_types"] * 2)
-    assert_equal_but_rounding(compute(params), expected, movement)
-
-
 # --- Bad input ----------------------------------------------------------------------------------
 
 
@@ -403,13 +314,11 @@ REFUSED = [
     ("rope_cutoff", {"rope_type": "cutoff", "rope_cutoff": 0.01, "original_seq_len": 512}),
     ("clip_low_n", {"rope_type": "cope"}),
     ("clip_low_n", COPE | {"clip_low_n": 1}),
-    ("clip_low_n", COPE | {"clip_low_n": -1}),
     ("rope_percentage", COPE | {"rope_percentage": 0.5}),
     ("rope_percentage", {"rope_type": "partial", "rope_percentage": 0.2}),
     ("original_seq_len", ROPE_ID | {"original_seq_len": 64}),
     ("original_seq_len", {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0}),
     ("rope_scaling_factor", {"rope_scaling_type": "linear", "rope_scaling_factor": 0.5}),
-    ("rope_scaling_factor", {"rope_scaling_factor": 2.0}),
     ("rope_scaling_type", {"rope_scaling_type": "yarm"}),
     ("rope_scaling_type", ROPE_ID | {"rope_scaling_type": "yarn"}),
     ("logit_scale_coefficient", {"logit_scale": "drope", "rope_scaling_factor": 2.0}),
@@ -425,10 +334,7 @@ REFUSED = [
     ("layer_types", {"layer_types": ("full_attention",) * 9}),
     ("layer_types", {"layer_types": ("full_atention",)}),
     ("test_window", {"test_window": 8}),
-    ("test_sinks", {"test_sinks": 8}),
-    ("global_head_dim", {"global_head_dim": 32}),
     ("num_global_kv_heads", {"num_global_kv_heads": 1}),
-    ("global_key_is_value", {"global_key_is_value": True}),
     ("global_attention", {"global_attention": "xla"}),
     ("use_double_wide_mlp", {"use_double_wide_mlp": True}),
     ("num_kv_shared_layers", {"num_kv_shared_layers": 6}),
@@ -442,17 +348,4 @@ REFUSED = [
 def test_what_does_not_fit_is_refused_in_one_line(named, fields):
     config = default_config()
     config.model = small(num_layers=6, **({"rope_percentage": 1.0} | fields))
-    with pytest.raises(UsageError) as refused:
-        validate(config)
-    line = str(refused.value)
-    assert line.startswith(f"config.model.{named}={config.model[named]}") and "\n" not in line
-
-
-def test_a_saved_config_keeps_its_encoding():
-    config = default_config()
-    config.model.update(
-        GEMMA | {"local_rope_percentage": 1.0, "num_layers": 6, "rope_scaling_type": "linear"}
-    )
-    set_layer_percentages(config, [0.5] * 6)
-    back = from_dict(config.to_dict())
-    assert back == config and encodings.rotated_pairs(back.model) == [32, 32, 16] * 2
+    assert refusal(validate, config).startswith(f"config.model.{named}={config.model[named]}")

@@ -29,21 +29,14 @@ def test_blocks_do_not_change_what_is_computed(interpreted, monkeypatch, fused):
     check_attention(*draw(256, 256, 2, 1, H=128), implementation="splash")
 
 
-EQUATIONS = (
-    "BTD,CKDH->BTCKH",
-    "RF,RD->FD",
-    "RD,VD->RV",
-    "BKRH,BKSH->BKRS",
-    "BKRS,BKSH->BKRH",
-    "BKRS,BKRH->BKSH",
-)
+EQUATIONS = ("RV,RD->VD", "RD,VD->RV", "BKRH,BKSH->BKRS")
 
 
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("equation", EQUATIONS)
 def test_sums_of_bfloat16_products_are_float32(equation, rows):
     """One row too, for which a CPU has other programs."""
-    sizes = dict(zip("BCDFHKRSTV", (2, 2, 33, 3, 16, 2, rows, 7, 3, 6), strict=True))
+    sizes = dict(zip("BDHKRSV", (2, 33, 16, 2, rows, 7, 6), strict=True))
     rng = np.random.default_rng(0)
     axes, result = equation.split("->")
     shapes = [[sizes[axis] for axis in letters] for letters in axes.split(",")]

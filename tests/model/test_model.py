@@ -43,13 +43,7 @@ def assert_equals_formula(config, params, tokens, positions, segments=None):
     assert_equal_but_rounding(scores, expected, movement)
 
 
-VARIANTS = [pytest.param(p, heads, marks=pytest.mark.slow) for p in (0.0, 1.0) for heads in (2, 4)]
-VARIANTS += [pytest.param(p, 4, marks=pytest.mark.slow) for p in (0.25, 0.75)]
-
-
-@pytest.mark.parametrize(
-    ("p", "kv_heads"), [(0.0, 1), (0.25, 1), (0.75, 1), (1.0, 1), (0.25, 2), (0.75, 2), *VARIANTS]
-)
+@pytest.mark.parametrize(("p", "kv_heads"), [(0.0, 1), (0.25, 2), (0.75, 1), (1.0, 4)])
 def test_equals_the_formula(p, kv_heads):
     config = small(rope_percentage=p, num_kv_heads=kv_heads)
     assert_equals_formula(config, *draw(config))
@@ -96,50 +90,16 @@ def test_kinds_of_layers_equal_the_formula(fields):
     assert_equals_formula(small(**fields), *draw(small(**fields)), SEGMENTS)
 
 
-def test_far_positions_equal_the_formula():
-    config = small(rope_percentage=1.0)
-    params, tokens, positions = draw(config)
-    assert_equals_formula(config, params, tokens, positions * 80_000)
-
-
-def test_two_copies_of_a_document_get_the_same_logits_when_masked():
-    T = 6
-    config = small()
-    params, tokens, positions = draw(config, B=1, T=T)
-    tokens = jnp.tile(tokens, 2)
-    positions = jnp.tile(positions, 2)
-    segments = jnp.repeat(jnp.array([[1, 2]]), T, axis=1)
-
-    def score_copies(segments):
-        scores = forward(config, params, tokens, positions, segments)
-        return np.split(np.asarray(scores), 2, axis=1)
-
-    first, second = score_copies(segments)
-    _, movement = measure_rounding(
-        lambda params: forward(config, params, tokens, positions, segments), params
-    )
-    assert_equal_but_rounding(first, second, movement)
-    first, second = score_copies(None)
-    assert np.abs(first - second).max() > 0.1
-
-
-@pytest.mark.parametrize(
-    ("scan_layers", "percentages"),
-    [
-        (True, (1.0, 0.25, 0.0)),
-        pytest.param(False, (1.0, 0.25, 0.0), marks=pytest.mark.slow),
-        (True, (0.0, 0.25, 1.0)),
-    ],
-)
-def test_layers_may_each_have_their_p(scan_layers, percentages):
+@pytest.mark.parametrize("percentages", [(1.0, 0.25, 0.0), (0.0, 0.25, 1.0)])
+def test_layers_may_each_have_their_p_at_far_positions(percentages):
     config = default_config()
-    config.model = small(scan_layers=scan_layers)
+    config.model = small()
     set_layer_percentages(config, percentages)
     params, tokens, positions = draw(config.model)
-    assert_equals_formula(config.model, params, tokens, positions * 1000)
+    assert_equals_formula(config.model, params, tokens, positions * 80_000)
     set_layer_percentages(config, (0.5, 0.5, 0.5))
     scores = forward(config.model, params, tokens, positions)
-    config = small(rope_percentage=0.5, scan_layers=scan_layers)
+    config = small(rope_percentage=0.5)
     expected = forward(config, params, tokens, positions)
     np.testing.assert_array_equal(scores, expected)
 
@@ -167,12 +127,11 @@ def compile_gradient(config, params, tokens, positions) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_the_table_is_made_once_however_many_layers_share_it(remat):
+def test_the_table_is_made_once_however_many_layers_share_it():
     """Only the table shifts integers, in the gradient of an unrolled model of any depth."""
 
     def count_shifts(num_layers):
-        config = small(num_layers=num_layers, scan_layers=False, remat=remat)
+        config = small(num_layers=num_layers, scan_layers=False, remat="full")
         text = compile_gradient(config, *draw(config))
         return text.count(" shift-right-logical(")
 
@@ -297,33 +256,6 @@ def test_attention_is_run_again_only_where_nothing_is_kept():
     assert counts == {"none": 3, "minimal": 3, "save_qkv": 3, "full": 5}
 
 
-LONG = {"num_layers": 2, "head_dim": 128}
-
-
-@functools.cache
-def gradient_of_long_windows():
-    """The same for windows of 128 tokens, in one of which are several documents."""
-    params, tokens, positions = draw(small(**LONG), T=128)
-    segments = jnp.asarray(np.arange(128) // np.array([[50], [200]]), jnp.int32)
-    arguments = (params, tokens, positions, segments)
-    compute = functools.partial(loss_and_gradient, small(**LONG, attention="xla"))
-    expected, rounding = measure_rounding(
-        lambda params: compute(params, tokens, positions, segments), params
-    )
-    return arguments, expected, rounding
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("remat", "scan_layers"),
-    [("minimal", False), ("none", True), ("save_qkv", True), ("full", False)],
-)
-def test_the_kernel_of_tpus_changes_nothing(interpreted, remat, scan_layers):
-    arguments, expected, rounding = gradient_of_long_windows()
-    config = small(**LONG, attention="splash", remat=remat, scan_layers=scan_layers)
-    assert_equal_but_rounding(loss_and_gradient(config, *arguments), expected, rounding)
-
-
 def test_initial_weights_do_not_depend_on_scan_or_encoding():
     expected = initial_params(small(), 3)
     for fields in (
@@ -363,9 +295,7 @@ def test_initial_weights_have_the_variance_of_their_fan_in():
         np.testing.assert_array_equal(norm["scale"], 0)
 
 
-@pytest.mark.parametrize(
-    ("D", "factor"), [(640, 25.25), (1152, 34.0), (2304, 48.0), (3072, 55.5), (5376, 73.5)]
-)
+@pytest.mark.parametrize(("D", "factor"), [(640, 25.25), (5376, 73.5)])
 def test_the_factor_of_embeddings_is_rounded_as_in_googles_code(D, factor):
     config = small(embed_dim=D, dtype="bfloat16")
     ones = jnp.ones((config.vocab_size, D))

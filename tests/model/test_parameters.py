@@ -5,6 +5,7 @@ import runpy
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 from support.commands import ROOT
@@ -15,21 +16,10 @@ from prope.cost.flops import num_parameters
 from prope.stack import parameters
 from prope.workdir.hashes import hash_arrays
 
-SIZES = {
-    "num_layers": 3,
-    "embed_dim": 32,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 16,
-    "hidden_dim": 48,
-    "vocab_size": 50,
-    "use_qk_norm": True,
-    "qkv_bias": True,
-    "post_norms": True,
-    "tied": False,
-}
+SWITCHES = {"use_qk_norm": True, "qkv_bias": True, "post_norms": True, "tied": False}
 FSDP = ("fsdp", "context")
-# In a model of these sizes: the shape, and the mesh axes that shard each axis where they divide it.
+# In a small model with these switches: the shape, and the mesh axes that shard each axis where they
+# divide it.
 EXPECTED = {
     "embedder/input_embedding": ((50, 32), ("tensor", FSDP)),
     "final_norm/scale": ((32,), (FSDP,)),
@@ -61,7 +51,7 @@ def is_matrix(path: str) -> bool:
 
 
 def test_names_shapes_and_counts_are_those_of_the_model():
-    config = small(**SIZES, dtype="bfloat16")
+    config = small(**SWITCHES, dtype="bfloat16")
     tree = initial_shapes(config)
     assert parameters.shapes(config) == tree
     leaves = leaves_by_path(tree)
@@ -87,7 +77,6 @@ def test_what_a_switch_adds_is_there_where_the_config_has_it():
     plain = EXPECTED.keys() - set().union(*added.values())
     for (field, value), paths in added.items():
         config = small(**{field: value})
-        assert parameters.parameters(config).keys() == plain | paths
         assert leaves_by_path(initial_shapes(config)).keys() == plain | paths
     assert leaves_by_path(initial_shapes(small())).keys() == plain
 
@@ -95,17 +84,18 @@ def test_what_a_switch_adds_is_there_where_the_config_has_it():
 def test_parameters_and_moments_are_sharded_by_their_axes(monkeypatch):
     monkeypatch.setattr(sharding, "_MIN_SHARD_SIZE", 0)
     mesh = AbstractMesh((1, 2, 2, 2), sharding._AXES)
-    config = small(**SIZES)
-    params = initial_shapes(config)
+    params = initial_shapes(small(**SWITCHES))
+    state = jax.eval_shape(optax.scale_by_adam().init, params)
     expected = {path: PartitionSpec(*spec) for path, (_, spec) in EXPECTED.items()}
 
-    def specs(tree):
-        shardings = sharding.state_shardings(tree, mesh)
+    def specs(shardings):
         return {path: leaf.spec for path, leaf in leaves_by_path(shardings).items()}
 
-    assert specs(params) == expected
+    moments = sharding.state_shardings(state, mesh)
+    assert specs(moments.mu) == specs(moments.nu) == expected
+    assert specs(sharding.state_shardings(params, mesh)) == expected
     layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params)
-    assert specs(layer["layers"]["mlp"]) == {
+    assert specs(sharding.state_shardings(layer["layers"]["mlp"], mesh)) == {
         "gating_einsum": PartitionSpec(None, FSDP, "tensor"),
         "linear": PartitionSpec("tensor", FSDP),
     }

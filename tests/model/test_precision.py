@@ -72,17 +72,11 @@ def precisions_of_text(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("attention", "platform"), [("xla", "cuda"), ("xla", "tpu"), ("splash", "tpu")]
-)
-def test_a_float32_step_multiplies_in_float32(attention, platform):
-    step = traced_step(attention, "float32")
-    found = precisions(step.jaxpr.jaxpr)
+@pytest.mark.parametrize("attention", ["xla", "splash"])
+def test_a_float32_step_multiplies_in_float32(attention):
+    found = precisions(traced_step(attention, "float32").jaxpr.jaxpr)
     assert len(found) >= 20
     assert set(found) == {HIGHEST}
-    if attention == "xla":
-        text = step.lower(lowering_platforms=(platform,)).as_text()
-        assert set(precisions_of_text(text)) == {"HIGHEST, HIGHEST"}
 
 
 def test_a_bfloat16_step_is_as_fast_as_before():

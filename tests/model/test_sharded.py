@@ -10,13 +10,13 @@ import optax
 import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.sharding import AbstractMesh
+from support.commands import refusal
 from support.compiled import array_shapes
-from support.models import DENSE4, E4, SWITCHES, assert_trees_close, leaves_by_path, same
+from support.models import DENSE4, E4, SWITCHES, assert_trees_close, same
 from support.processes import on_eight_devices
 
 from prope import loss, model, sharding
 from prope.config import default_config
-from prope.errors import UsageError
 from prope.optimizer import make_optimizer
 from prope.runtime.validate import validate, validate_devices
 from prope.stack import parameters
@@ -113,9 +113,8 @@ def run(config, shape):
     return float(metrics["loss"]), gradient
 
 
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_a_step_takes_the_mean_over_the_tokens_that_count(accumulation):
-    config = small(model__num_kv_heads=2, accumulation=accumulation)
+def test_a_step_takes_the_mean_over_the_tokens_that_count():
+    config = small(model__num_kv_heads=2, accumulation=4)
     params = draw_params(config)
     batch = jax.tree.map(jnp.asarray, draw(config))
     targets = batch["targets"][..., None]
@@ -169,31 +168,22 @@ GEMMA_4_SMALL = {f"model__{field}": value for field, value in E4.items()}
 # The model and its data, the mesh, remat, whether layers are scanned, and what changes nothing.
 CASES = [
     (MQA, (1, 8, 1), "none", True, {}),
-    (GQA | MASKED, (1, 8, 1), "minimal", False, {}),
     (GQA | MASKED, (1, 8, 1), "full", False, TWICE),
-    (MHA, (2, 4, 1), "none", False, {}),
     (MQA, (2, 4, 1), "minimal", True, TWICE),
-    (GQA | MASKED, (4, 2, 1), "none", True, TWICE),
     (MHA, (4, 2, 1), "save_qkv", False, {}),
-    (GQA | MASKED, (8, 1, 1), "minimal", True, {}),
     (MHA, (1, 4, 2), "save_qkv", True, {}),
-    (MHA, (1, 2, 4), "none", True, {}),
     (GQA | MASKED | ODD, (1, 8, 1), "none", True, {}),
     (GQA | MASKED | NARROW, (2, 2, 2), "none", True, {}),
-    (MQA | LONG, (1, 8, 1), "minimal", True, SPLASH),
     (GQA | LONG | MASKED, (2, 4, 1), "full", True, SPLASH),
     (MQA | LONG, (2, 2, 2), "save_qkv", True, SPLASH),
-    (MQA | LONGER, (1, 1, 1), "none", True, CONTEXT_2),
     (MHA | LONGER, (2, 1, 1), "save_qkv", False, CONTEXT_4),
     (MHA | LONGER | MASKED, (1, 2, 2), "minimal", True, CONTEXT_2),
     (MQA | LONGER | MASKED, (1, 2, 1), "full", True, TWICE | CONTEXT_2),
     (GQA | LONGER | WINDOWS, (1, 2, 1), "minimal", True, CONTEXT_4),
-    (MQA | LONG | LONGER, (1, 2, 1), "minimal", True, CONTEXT_4 | SPLASH),
     (MQA | LONG | LONGER | WIDE_WINDOWS | MASKED, (1, 2, 1), "full", True, CONTEXT_4 | SPLASH),
     (MHA | LONGER | WIDE_WINDOWS, (1, 2, 1), "none", True, CONTEXT_4 | CUDNN),
     (GQA | LONG | LONGER | MASKED, (1, 2, 2), "full", True, CONTEXT_2 | SPLASH),
     (MQA | LONG | LONGER | WINDOWS, (1, 2, 1), "full", True, CONTEXT_2 | SPLASH),
-    (MHA | LONGER, (1, 2, 1), "none", True, CONTEXT_4 | CUDNN),
     (MQA | LONGER | WINDOWS, (1, 2, 2), "minimal", True, TWICE | CONTEXT_2 | CUDNN),
     (GQA | LONGER | WINDOWS | SWITCHED, (1, 2, 2), "minimal", True, CONTEXT_2),
     (GQA | LONG | WINDOWS | SWITCHED, (2, 4, 1), "full", True, SPLASH),
@@ -238,11 +228,7 @@ def check_first_steps():
 
 
 def check_second_steps():
-    check_steps(CASES[10:20])
-
-
-def check_third_steps():
-    check_steps(CASES[20:])
+    check_steps(CASES[10:])
 
 
 def check_steps(cases):
@@ -268,6 +254,7 @@ def check_steps(cases):
 
 def check_layer_embeddings():
     """Compiles a step: no device ever holds the table of the layers' inputs, or its gradient."""
+    sharding._MIN_SHARD_SIZE = 0
     config = small(model__per_layer_input_dim=16, model__vocab_size=1000)
     size = 1000 * config.model.num_layers * 16
     optimizer = make_optimizer(config)
@@ -287,49 +274,13 @@ def test_a_step_is_the_same_with_replicas_and_split_sequences():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
-    [
-        "check_first_steps",
-        "check_second_steps",
-        "check_third_steps",
-        "check_gemma_4_steps",
-        "check_layer_embeddings",
-    ],
+    ["check_first_steps", "check_second_steps", "check_gemma_4_steps", "check_layer_embeddings"],
 )
 def test_a_step_is_the_same_on_every_mesh(function):
     on_eight_devices(__file__, function)
 
 
 # --- Where parameters and the optimizer's moments live ----------------------------------------
-
-
-def by_path(tree) -> dict:
-    """The leaves of a tree by their paths."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-
-
-def shard_sizes(leaf) -> set[int]:
-    """The numbers of elements that the devices hold of an array."""
-    return {shard.data.size for shard in leaf.addressable_shards}
-
-
-def check_shards(params, opt_state, fsdp, tensor):
-    """Asserts that large leaves are sharded, and moments as their parameters."""
-    state = by_path(opt_state)
-    large = 0
-    for name, leaf in by_path(params).items():
-        num_shards = 1
-        if leaf.size >= sharding._MIN_SHARD_SIZE:
-            large += 1
-            # There is one key/value head.
-            num_shards = fsdp if "kv_einsum" in name else fsdp * tensor
-        for moment, dtype in ((".mu", "bfloat16"), (".nu", "float32")):
-            (array,) = (x for path, x in state.items() if path.endswith(moment + name))
-            assert array.dtype == dtype, name
-            assert array.sharding == leaf.sharding, name
-            assert shard_sizes(array) == {leaf.size // num_shards}, name
-        assert shard_sizes(leaf) == {leaf.size // num_shards}, name
-    assert large == 6, "all but the scales of the norms"
 
 
 def check_initial_state():
@@ -340,21 +291,21 @@ def check_initial_state():
         model__head_dim=64,
         model__hidden_dim=512,
         model__vocab_size=512,
-        optimizer__mu_dtype="bfloat16",
     )
     init = functools.partial(init_state, config, make_optimizer(config))
     expected, _ = jax.jit(init)()
     for shape in ((1, 8, 1), (2, 4, 1), (2, 2, 2), (1, 4, 2)):
-        replicas, fsdp, tensor = shape
+        replicas, _, tensor = shape
         mesh = sharding.make_mesh(replicas, tensor)
         shardings = sharding.state_shardings(jax.eval_shape(init), mesh)
         sharded_init = jax.jit(init, out_shardings=shardings)
-        params, opt_state = sharded_init()
+        params, _ = sharded_init()
         assert hash_arrays(params) == hash_arrays(expected), shape
-        check_shards(params, opt_state, fsdp, tensor)
         text = sharded_init.lower().compile().as_text()
         largest = max(math.prod(dims) for _, dims in array_shapes(text))
-        largest_shard = max(max(shard_sizes(leaf)) for leaf in jax.tree.leaves(params))
+        shards = [leaf.addressable_shards[0].data for leaf in jax.tree.leaves(params)]
+        largest_shard = max(shard.size for shard in shards)
+        assert largest_shard < max(leaf.size for leaf in jax.tree.leaves(params))
         assert largest == largest_shard, "something is made whole first"
 
 
@@ -385,70 +336,19 @@ def test_the_gradient_of_a_gathered_parameter_is_sharded_as_it_is():
     on_eight_devices(__file__, "check_gradient_sharding")
 
 
-def shard_shapes(mesh_shape, shapes) -> dict:
-    """The shape that a device holds of each leaf, by its path; no device is needed."""
-    replicas, fsdp, tensor = mesh_shape
-    mesh = AbstractMesh((replicas, fsdp, 1, tensor), sharding.make_mesh().axis_names)
-    leaves = {path: jax.ShapeDtypeStruct(shape, np.float32) for path, shape in shapes.items()}
-    shardings = sharding.state_shardings(parameters.nest(leaves), mesh)
-    places = leaves_by_path(shardings)
-    return {path: places[path].shard_shape(shape) for path, shape in shapes.items()}
-
-
 EMBEDDING = "embedder/input_embedding"
 QUERY = "layers/attn/q_einsum/w"
 KEY_VALUE = "layers/attn/kv_einsum/w"
-OUT = "layers/attn/attn_vec_einsum/w"
-GATES = "layers/mlp/gating_einsum"
 LINEAR = "layers/mlp/linear"
-GEMMA_2B = {
-    EMBEDDING: (256_128, 2048),
-    QUERY: (18, 8, 2048, 256),
-    KEY_VALUE: (18, 2, 1, 2048, 256),
-    OUT: (18, 8, 256, 2048),
-    GATES: (18, 2, 2048, 16_384),
-    LINEAR: (18, 16_384, 2048),
-    "layers/pre_ffw_norm/scale": (18, 2048),
-    "final_norm/scale": (2048,),
-}
-
-
-@pytest.mark.parametrize(
-    ("mesh_shape", "sharded"),
-    [
-        (
-            (1, 256, 1),
-            {
-                # 256 does not divide 256128: the vocabulary stays whole and D is split.
-                EMBEDDING: (256_128, 8),
-                QUERY: (18, 8, 8, 256),
-                KEY_VALUE: (18, 2, 1, 8, 256),
-                OUT: (18, 8, 256, 8),
-                GATES: (18, 2, 8, 16_384),
-                LINEAR: (18, 16_384, 8),
-            },
-        ),
-        (
-            (4, 32, 2),
-            {
-                EMBEDDING: (128_064, 64),
-                QUERY: (18, 4, 64, 256),
-                KEY_VALUE: (18, 2, 1, 64, 256),
-                OUT: (18, 4, 256, 64),
-                GATES: (18, 2, 64, 8192),
-                LINEAR: (18, 8192, 64),
-            },
-        ),
-        ((256, 1, 1), {}),
-    ],
-)
-def test_gemma_2b_is_split_by_shape(mesh_shape, sharded):
-    assert shard_shapes(mesh_shape, GEMMA_2B) == GEMMA_2B | sharded
 
 
 @pytest.mark.parametrize(
     ("mesh_shape", "path", "shape", "expected"),
     [
+        # Gemma 2B. 256 does not divide its vocabulary, which stays whole.
+        ((1, 256, 1), EMBEDDING, (256_128, 2048), (256_128, 8)),
+        ((4, 32, 2), EMBEDDING, (256_128, 2048), (128_064, 64)),
+        ((4, 32, 2), LINEAR, (18, 16_384, 2048), (18, 8192, 64)),
         # D does not divide: the longest that does.
         ((1, 8, 1), EMBEDDING, (50_000, 10), (6250, 10)),
         ((1, 8, 1), QUERY, (2, 8, 10, 1024), (2, 8, 10, 128)),
@@ -464,8 +364,14 @@ def test_gemma_2b_is_split_by_shape(mesh_shape, sharded):
         ((1, 8, 1), "something_else", (512, 512), (512, 512)),
     ],
 )
-def test_what_does_not_divide_and_what_is_small(mesh_shape, path, shape, expected):
-    assert shard_shapes(mesh_shape, {path: shape}) == {path: expected}
+def test_a_parameter_is_split_by_its_axes_and_shape(mesh_shape, path, shape, expected):
+    """What a device holds; no device is needed."""
+    replicas, fsdp, tensor = mesh_shape
+    mesh = AbstractMesh((replicas, fsdp, 1, tensor), sharding.make_mesh().axis_names)
+    leaf = jax.ShapeDtypeStruct(shape, np.float32)
+    shardings = sharding.state_shardings(parameters.nest({path: leaf}), mesh)
+    (place,) = jax.tree.leaves(shardings)
+    assert place.shard_shape(shape) == expected
 
 
 # --- The mesh ---------------------------------------------------------------------------------
@@ -497,7 +403,6 @@ def slices_of(devices) -> set[int]:
     ("slices", "options", "shape"),
     [
         (1, {}, (1, 8, 1)),
-        (1, {"replicas": 2}, (2, 4, 1)),
         (1, {"tensor": 2}, (1, 4, 2)),
         (2, {}, (2, 4, 1)),
         (2, {"tensor": 2}, (2, 2, 2)),
@@ -523,7 +428,6 @@ def test_only_replicas_are_on_different_slices(slices, options, shape):
         ({}, (4, 4, 1), 1),
         ({"data": 1}, (1, 16, 1), 4),
         ({"data": 2}, (2, 8, 1), 2),
-        ({"data": 8}, (8, 2, 1), 1),
         ({"data": 1, "tensor": 4}, (1, 4, 4), 4),
     ],
 )
@@ -548,16 +452,4 @@ def test_only_tpu_slices_are_a_border():
     config.batch_size = 16
     config.mesh.data = 1
     validate_devices(config, make_devices(16, 2, "gpu"))
-    message = "mesh.data=1: must be a multiple of the number of slices, 2"
-    with pytest.raises(UsageError, match=message):
-        validate_devices(config, make_devices(16, 2, "tpu"))
-
-
-def test_devices_without_a_slice_are_on_the_same_one():
-    assert sharding.num_slices(jax.devices()) == 1
-    assert dict(sharding.make_mesh().shape) == {
-        "data": 1,
-        "fsdp": len(jax.devices()),
-        "context": 1,
-        "tensor": 1,
-    }
+    assert "mesh.data=1: " in refusal(validate_devices, config, make_devices(16, 2, "tpu"))

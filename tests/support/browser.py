@@ -1,6 +1,5 @@
 """Opens pages of prope in headless Chromium."""
 
-import base64
 import itertools
 import json
 import os
@@ -171,14 +170,6 @@ class Tab:
                     code=key,
                     windowsVirtualKeyCode=KEYS[key],
                 )
-
-    def screenshot(self, path: pathlib.Path) -> None:
-        """Writes a picture of the whole page as PNG."""
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        shot = self.call(
-            "Page.captureScreenshot", captureBeyondViewport=True, clip=size | {"scale": 1}
-        )
-        path.write_bytes(base64.b64decode(shot["data"]))
 
     def close(self) -> None:
         """Ends Chromium."""

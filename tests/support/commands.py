@@ -61,10 +61,10 @@ def outcome(code: int, stdout: str, stderr: str) -> Outcome:
     return Outcome(code, json.loads(last) if code == 0 and last.startswith("{") else None, stderr)
 
 
-def refusal(call) -> str:
-    """The one line with which a call refuses what it is given."""
+def refusal(function, *arguments, **named) -> str:
+    """The one line with which a call is refused as bad input."""
     with pytest.raises(UsageError) as caught:
-        call()
+        function(*arguments, **named)
     line = str(caught.value)
     assert line and "\n" not in line, line
     return line

@@ -4,7 +4,7 @@ They are those of cosmic-ray (`pip install cosmic-ray`).
 
     python tests/support/draw_mutants.py --count=80 --seed=0 --output=mutants.jsonl
 
-Each changed file is tested by the files below, first without the slow tests, then with them; the
+Each changed file is tested by the rooms below, first without the slow tests, then with them; the
 first failure ends it. A position is drawn first, then one of the operators that change it.
 Run it in a clone that nothing else uses: it edits files.
 """
@@ -20,70 +20,45 @@ from cosmic_ray.commands.init import _all_work_items
 from cosmic_ray.mutating import mutate_and_test
 
 ROOT = pathlib.Path(__file__).parents[2]
-# By the path in prope/, the longest that fits; names of test files without "test_".
-TESTS = {
-    "": "house help refusals train nonfinite faults",
-    "rope.py": "rope rope_transforms model",
-    "encodings.py": "encodings model config_json transformers",
-    "attention.py": "attention context model sharded",
-    "model.py": "model encodings parameters sample sharded precision",
-    "stack/parameters.py": "parameters model sharded optimizer",
-    "loss.py": "loss sharded evaluate",
-    "optimizer.py": "optimizer nonfinite transformers",
-    "step.py": "sharded nonfinite optimizer precision train",
-    "sharding.py": "sharded context rope_sharded pod",
-    "config.py": "config refusals train",
-    "sample.py": "sample",
+# Rooms of tests, by the path in prope/: the longest that fits.
+ROOMS = {
+    "": "commands train",
+    "rope.py": "rope",
+    "golden": "rope",
+    "encodings.py": "model hf",
+    "attention.py": "model",
+    "model.py": "model",
+    "loss.py": "model",
+    "step.py": "model train",
+    "sharding.py": "model e2e",
+    "stack": "model",
+    "kernels": "model",
+    "sample.py": "evaluate",
     "evaluate.py": "evaluate",
-    "ask.py": "scores",
-    "analyze.py": "analyze",
+    "ask.py": "tasks",
+    "analyze.py": "analysis",
     "report.py": "report",
     "plan.py": "plan",
-    "bench.py": "bench",
-    "export_hf.py": "exchange",
-    "import_hf.py": "exchange config_json",
-    "check_port.py": "check_port",
-    "golden": "check_port",
-    "data": "windows sources task_windows tokenizer prepare",
-    "data/view.py": "view tokenizer",
-    "data/vocabulary.py": "tokenizer",
-    "data/windows.py": "windows analyze_input",
-    "data/mixture.py": "sources evaluate_text task_windows",
-    "data/store": "remote prepare sources",
-    "data/tasks": "prompts scores task_windows",
-    "data/sources": "sources refusals reading prepare remote",
-    "workdir/hashes.py": "parameters damage train",
-    "workdir": "records metrics lease checkpoints nonfinite train damage faults",
-    "runtime": "processes runtime refusals config nonfinite train faults pod",
-    "runtime/validate.py": "refusals config train",
-    "runtime/files.py": "damage reading places refusals faults",
-    "runtime/environment.py": "environment",
-    "runtime/memory.py": "runtime evaluate_text",
-    "runtime/xla_flags.py": "plan runtime",
-    "runtime/profiler.py": "profile",
-    "inference": "evaluate evaluate_text damage intervene read_only sample",
-    "inference/generation.py": "sample",
-    "inference/asking.py": "scores",
-    "inference/trials.py": "scores",
-    "hf": "exchange config_json transformers",
-    "analysis": "measures planted analysis_input theory",
-    "analysis/theory.py": "theory",
-    "cost": "cost hlo bench plan",
-    "kernels": "attention context kernels",
-    "sweep": "grid report sweep records",
-    "sweep/maps.py": "longcontext_report",
-    "html": "report planted",
+    "bench.py": "plan",
+    "export_hf.py": "hf",
+    "import_hf.py": "hf",
+    "check_port.py": "rope",
+    "data": "data tasks",
+    "workdir": "train e2e",
+    "runtime": "train commands e2e",
+    "inference": "evaluate tasks",
+    "hf": "hf",
+    "analysis": "analysis",
+    "cost": "plan",
+    "sweep": "report",
+    "html": "report",
 }
 
 
 def tests_of(path: str) -> list[str]:
-    """The test files for a file of prope/, given by its path there."""
-    key = max(
-        (key for key in TESTS if path == key or path.startswith(f"{key}/") or not key), key=len
-    )
-    files = [sorted(ROOT.glob(f"tests/*/test_{name}.py")) for name in TESTS[key].split()]
-    assert all(files), f"{key}: {TESTS[key]}: a file that is not there"
-    return [str(file) for found in files for file in found]
+    """The folders of tests for a file of prope/, given by its path there."""
+    fitting = [key for key in ROOMS if f"{path}/".startswith(f"{key}/" if key else "")]
+    return [f"{ROOT}/tests/{room}" for room in ROOMS[max(fitting, key=len)].split()]
 
 
 def draw(count: int, seed: int) -> list:
@@ -114,9 +89,10 @@ def main() -> None:
     )
     options = parser.parse_args()
     for number, mutation in enumerate(draw(options.count, options.seed)):
-        files = " ".join(tests_of(str(pathlib.Path(mutation.module_path).relative_to("prope"))))
+        path = pathlib.Path(mutation.module_path).relative_to("prope")
+        folders = " ".join(tests_of(str(path)))
         for tier in ("not slow", ""):
-            command = f"{sys.executable} -m pytest -q -x -m '{tier}' -p no:cacheprovider {files}"
+            command = f"{sys.executable} -m pytest -q -x -m '{tier}' -p no:cacheprovider {folders}"
             result = mutate_and_test([mutation], command, timeout=1200)
             if result.test_outcome != "survived":
                 break

@@ -8,9 +8,9 @@ import numpy as np
 import oracles
 import pytest
 
-from prope import model
 from prope.config import default_config
 from prope.rope import frequencies
+from prope.stack import parameters
 from prope.workdir.run import open_run, read_config
 from support.runs import save_run
 
@@ -163,7 +163,7 @@ def make_known_heads(workdir, p):
 
 def write_decoder(workdir, config, rows, query, key, value, out=0):
     """Saves a run with embedding `rows` [V, D] and attention's weights [L, ..]; MLPs are 0."""
-    shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
+    shapes = parameters.shapes(config.model)
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
     params["embedder"]["input_embedding"][:] = rows / np.sqrt(rows.shape[1])
     weights = params["layers"]["attn"]

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prope import model
 from prope.config import default_config, set_layer_percentages
 from prope.runtime.validate import validate
+from prope.stack import parameters
 from prope.step import prepare
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.hashes import hash_arrays
@@ -49,7 +49,7 @@ def make_run(workdir, p=0.75, tokenizer="byte", **sizes):
             return jnp.asarray(rng.uniform(0.3, 0.9, leaf.shape), jnp.float32)
         return jnp.asarray(scale * rng.standard_normal(leaf.shape), jnp.float32)
 
-    shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
+    shapes = parameters.shapes(config.model)
     params = jax.tree_util.tree_map_with_path(draw, shapes)
     save_run(workdir, config, params, step=7)
     return config, params

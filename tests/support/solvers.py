@@ -38,9 +38,7 @@ def solve_prose(name: str, text: str) -> str:
     words = question.split()
     if name == "passkey":
         return re.search(r"The pass key is( \d+\n)", text)[1]
-    if name == "niah":
-        return re.search(rf"^{question}( \d+\n)", text, re.MULTILINE)[1]
-    if name == "lookup":
+    if name in ("niah", "lookup"):
         return re.search(rf"^{question}( \d+\n)", text, re.MULTILINE)[1]
     if name == "chain":
         links = re.findall(r"Set (\w+) to (\w+)", text)

@@ -7,8 +7,8 @@ import math
 import jax
 import numpy as np
 
-from prope import model
 from prope.config import default_config
+from prope.stack import parameters
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.run import write_config
 from support.text import write_lines
@@ -100,7 +100,7 @@ def _write_sweep_run(workdir, p, seed, rng):
     config.model.update({"num_layers": 1, "embed_dim": 8, "num_heads": 1, "hidden_dim": 8})
     config.data.tokenizer = "<b>.model"
     write_config(workdir, config)
-    shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
+    shapes = parameters.shapes(config.model)
     with Checkpoints(workdir) as checkpoints:
         state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
         identity = {"config": config.to_dict(), "init_hash": f"{seed:016x}"}

@@ -6,10 +6,9 @@ import pathlib
 import re
 
 import numpy as np
-import pytest
 
 from prope.config import default_config
-from prope.errors import UsageError
+from support.commands import refusal
 
 WIKIPEDIA = "wikipedia/20230601.en"
 
@@ -106,15 +105,6 @@ def documents_of(store, split):
     documents = np.split(tokens, np.flatnonzero(tokens == GEMMA_IDS.bos))[1:]
     assert all(document[-1] == GEMMA_IDS.eos for document in documents)
     return [ByteTokenizer().decode(document) for document in documents]
-
-
-def refusal(function, *arguments, **named) -> str:
-    """Returns the one line with which a call is refused as bad input."""
-    with pytest.raises(UsageError) as caught:
-        function(*arguments, **named)
-    message = str(caught.value)
-    assert message and "\n" not in message
-    return message
 
 
 def data_refused(config, says, vocab_size=260):
