@@ -124,7 +124,7 @@ def test_5_3_the_bound_is_met_if_all_others_are_nearest(distance, length, epsilo
     weights = head_weights(distance, epsilon, length, frequencies(HEAD_DIM), 1)
     query, key = (np.tile(row, (length, 1)) for row in weights)
     least = np.diagonal(decoder_weights(query, key, 1.0), -distance).min()
-    assert least == pytest.approx(1 / (1 + epsilon), rel=1e-4)
+    assert least == pytest.approx(1 / (1 + epsilon), rel=1e-5)
 
 
 # --- Semantic heads -------------------------------------------------------------------------------
