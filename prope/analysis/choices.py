@@ -70,17 +70,16 @@ def parse_places(
 
     `counts` are how many heads and pairs every layer of the model has, [L].
     """
+    form = ".".join(["LAYER", *counts])
     places = []
     for entry in [] if text is None else text.split(","):
         numbers = [int(n) if n.isdecimal() else -1 for n in entry.strip().split(".")]
         layer, *indices = numbers
         is_known = layer in layers and len(indices) == len(counts)
-        sizes = [count[layer] if is_known else max(count) for count in counts.values()]
+        sizes = [count[layer] for count in counts.values()] if is_known else []
         if not is_known or not all(0 <= i < n for i, n in zip(indices, sizes, strict=True)):
-            form = ".".join(["LAYER", *counts])
-            ends = [f"{name} 0 to {n - 1}" for name, n in zip(counts, sizes, strict=True)]
-            allowed = f"with LAYER one of {', '.join(map(str, layers))}, {', '.join(ends)}"
-            raise usage_error(f"--{flag}", text, f"{entry!r} is not {form}", allowed)
+            problem = f"{entry!r} is not {form} of a measured layer"
+            raise usage_error(f"--{flag}", text, problem, "the first of each is 0")
         places.append(tuple(numbers))
     return list(dict.fromkeys(places))
 

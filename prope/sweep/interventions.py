@@ -60,7 +60,7 @@ def changes(runs: list[Run]) -> list[Change]:
 
 def _changes(kind: str, name: str, group: list[Run]) -> list[Change]:
     cases = {
-        (record["encoding"], record.get("factor"), record["seq_len"])
+        (record["encoding"], record["factor"], record["seq_len"])
         for run in group
         for record in run.evaluations
         if kind_of(record.get("encoding")) == kind and "+" not in record["encoding"]
@@ -77,7 +77,6 @@ def _changes(kind: str, name: str, group: list[Run]) -> list[Change]:
         band = ()
         if kind in INTERVENTIONS:
             band = tuple(map(int, pairs.split("-")))
-        factor = factor or 1.0  # of older records
         computed.append(Change(name, kind, band, layers, factor, seq_len, label, difference))
     places = collections.Counter((change.pairs, change.seq_len) for change in computed)
     for i, change in enumerate(computed):

@@ -37,18 +37,10 @@ def answers_by_task(run: Run) -> dict[str, dict[int, dict]]:
     return tasks
 
 
-def no_retrieval_baseline(record: dict) -> float:
-    """Returns the share that is right without retrieval; of an older record, `chance`."""
-    return record.get("guess", record["chance"])
-
-
 def retrieves(record: dict) -> bool:
-    """Returns whether 85 % are right, and their 95 % interval is above the best guess.
-
-    Of an older record, which lacks that guess, it is not known to be.
-    """
+    """Returns whether 85 % are right, and their 95 % interval is above the best guess."""
     low, _ = record["accuracy_interval"]
-    return "guess" in record and record["accuracy"] >= _PASSED and low > record["guess"]
+    return record["accuracy"] >= _PASSED and low > record["guess"]
 
 
 def effective_length(trained: int, by_length: dict[int, dict]) -> int | None:
@@ -116,7 +108,7 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
     for runs in by_group.values():
         for run in runs:
             records = list(answers_by_task(run)[task].values())
-            guess = max(guess, *map(no_retrieval_baseline, records))
+            guess = max(guess, *(record["guess"] for record in records))
             counts += [round(prompts) for _, prompts in _count_by_octave(records).values()]
     warning = "\ncannot show retrieval" if guess == 1 else ""
     lengths = "; ".join(f"{group}: {effective[group][task]}" for group in by_group)

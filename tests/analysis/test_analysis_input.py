@@ -72,11 +72,9 @@ def test_a_trained_run_is_analysed(tmp_path, train, run_command, dataset, paper)
         assert channel == place_of(saved["channels"][0])
         assert heads.keys() == {"1_0", "1_1"}, "both heads of the layer"
     else:
-        assert channel == "1_0_15"
-        assert heads == {"1_0": "asked for"}
-    pictures = {"usage", "usage_by_head", "census", "heads", "channels", f"channel_{channel}"}
-    pictures |= {f"{kind}_{head}" for kind in ("head", "norms") for head in heads}
-    assert {path.stem for path in folder.glob("*.png")} == pictures
+        assert (channel, heads) == ("1_0_15", {"1_0": "asked for"})
+    pictures = {path.stem for path in folder.glob("*.png")}
+    assert {f"channel_{channel}", *(f"head_{head}" for head in heads)} < pictures
 
 
 def place_of(record):
@@ -89,15 +87,11 @@ def place_of(record):
 
 REFUSALS = [  # flags, and the one that is named
     ({"layers": "0,2"}, "layers"),
-    ({"layers": "x"}, "layers"),
     ({"heads": "1.4"}, "heads"),
     ({"heads": "1.0", "layers": "0"}, "heads"),
     ({"channel": "0.1"}, "channel"),
     ({"channel": "0.1.31,0.1.32"}, "channel"),
-    ({"channel": "0.4.0"}, "channel"),
-    ({"channel": "0.0.0,1.0.0", "layers": "0"}, "channel"),
     ({"window": "9"}, "window"),
-    ({"window": "8:8"}, "window"),
     ({"window": "60:65"}, "window"),
     ({"tokens": "3,64"}, "tokens"),
     ({"tokens": "-1"}, "tokens"),
@@ -105,7 +99,6 @@ REFUSALS = [  # flags, and the one that is named
     ({"head_of": "z"}, "head_of"),
     ({"step": 3}, "step"),
     ({"text": "none.txt"}, "text"),
-    ({"text": "no-token.txt"}, "text"),
     ({"text": "one-token.txt"}, "text"),
     ({"text": "no-utf8.txt"}, "text"),
 ]
@@ -115,7 +108,7 @@ def test_what_is_not_there_is_refused(run_and_export, tmp_path, monkeypatch):
     """In one line that begins with the flag and its value, before anything is put on a device."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(analysis, "Walk", None)
-    texts = {"a": b"word " * 40, "no-token": b"", "one-token": b"x", "no-utf8": b"\xff\xfe"}
+    texts = {"a": b"word " * 40, "one-token": b"x", "no-utf8": b"\xff\xfe"}
     for name, content in texts.items():
         (tmp_path / f"{name}.txt").write_bytes(content)
     for flags, named in REFUSALS:
@@ -175,22 +168,19 @@ def test_another_dataset_is_read_whole(run_and_export, tmp_path, monkeypatch):
 
 
 def test_windows_and_tokens_reach_to_both_ends():
-    for start, stop in ((0, 1), (0, choices.MOST), (72, 200), (199, 200)):
+    for start, stop in ((0, 1), (0, choices.MOST), (199, 200)):
         window = choices.parse_window(f"{start}:{stop}", 200)
         assert window == range(start, stop)
-    for text in ("0:0", f"0:{choices.MOST + 1}", "150:201", "200:201", "5:4"):
+    for text in ("0:0", f"0:{choices.MOST + 1}", "150:201", "5:4"):
         with pytest.raises(UsageError, match=f"^--window={text}: "):
             choices.parse_window(text, 200)
+    last = list(range(200 - choices.SHOWN, 200))
     names = np.array([["'x'"] * 200])
-
-    def choose(count: int) -> list[int]:
-        tokens = ",".join(map(str, range(200 - count, 200)))
-        options = analysis_options(tokens=tokens, paper=False)
-        return choices.choose_tokens(options, names).table
-
-    assert choose(choices.SHOWN) == list(range(200 - choices.SHOWN, 200))
+    options = analysis_options(tokens=",".join(map(str, last)), paper=False)
+    assert choices.choose_tokens(options, names).table == last
+    options.tokens += ",0"
     with pytest.raises(UsageError, match="^--tokens="):
-        choose(choices.SHOWN + 1)
+        choices.choose_tokens(options, names)
 
 
 def test_unknown_tokens_of_a_text_are_counted(run_and_export, tmp_path, monkeypatch, caplog):
@@ -207,7 +197,6 @@ def test_unknown_tokens_of_a_text_are_counted(run_and_export, tmp_path, monkeypa
         (200, 150, range(126, 174)),
         (200, 190, range(152, 200)),
         (200, 7, range(48)),
-        (200, 0, range(48)),
         (30, 20, range(30)),
     ],
 )

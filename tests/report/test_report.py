@@ -907,19 +907,3 @@ def test_lengths_are_compared_on_the_fullest_text_that_has_several():
     imported.metrics = []
     assert pictures.by_length(imported) == by_length, "an import has no data of its own"
     assert pictures.by_length(stand_in(evaluations[:1])) == {}
-
-
-def test_a_few_points_that_flatten_the_others_have_a_panel_without_them():
-    far = [(0.86, 0.01), (-0.0002, 0.002), (-0.0062, None), (-0.0064, 0.001)]
-    margin = 0.08 * (0.0018 + 0.0074)  # of the others with their errors
-    limits = pytest.approx((-0.0074 - margin, 0.0018 + margin))
-    assert drawing.zoom_limits(far) == limits
-    assert drawing.zoom_limits([(1.0, None), (2.0, None), (4.0, None)]) is None
-    three = [(1.0, None), (1.1, None), (9.0, None)]
-    assert drawing.zoom_limits(three) is None, "two are no panel"
-    assert drawing.zoom_limits([(1.0, None)] * 3 + [(0.2, None)]) is None, "an axis has a length"
-    shown = {"a": {0: {1: 9.0, 2: 1.0, 3: 1.01, 4: 1.02}}}
-    plot = pictures.Plot("loss", "Loss", "step", "nats", None)
-    picture = pictures.curves_picture(plot, shown, {"a": None})
-    whole, enlarged = draw_picture(picture).axes
-    assert whole.get_ylim()[1] > 9 and enlarged.get_ylim()[1] < 1.1

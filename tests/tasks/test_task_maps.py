@@ -146,7 +146,6 @@ def test_the_effective_length_ends_before_the_first_failure(picture):
         (0.9, 0.8, {"guess": 0.8}, False),
         (0.84, 0.8, {"guess": 0.3}, False),
         (1.0, 0.9, {"guess": 1.0}, False),
-        (1.0, 0.9, {}, False),  # an older record
     ],
 )
 def test_only_above_the_best_guess_is_a_score_retrieval(accuracy, low, guess, expected):
