@@ -176,31 +176,17 @@ def test_dynamic_scaling_goes_by_the_length_that_is_read(tmp_path):
     np.testing.assert_allclose(run.losses(run.enter(), 0), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("p", "fields", "wavelengths", "slower"),
-    [
-        ((1.0, 0.5), {"rope_scaling_type": "linear", "rope_scaling_factor": 4.0}, [1e4, 1e4], 4),
-        # In sequences twice as long as training's: 2309.00071, definition 1.
-        (0.75, {"rope_scaling_type": "dynamic", "original_seq_len": 16}, [1e4 * 2 ** (64 / 62)], 1),
-    ],
-)
-def test_the_frequencies_of_an_analysis_are_those_of_the_runs_layers(
-    tmp_path, monkeypatch, p, fields, wavelengths, slower
-):
-    monkeypatch.setattr(drawing.Picture, "render", lambda self: b"")
+def test_the_frequencies_of_an_analysis_are_those_of_the_runs_layers(tmp_path):
     (tmp_path / "a.txt").write_text("What turns, and what does not.." * 9)
-    percentages = p if isinstance(p, tuple) else (p,)
-    make_run(tmp_path / "run", p, num_layers=len(percentages), **fields)
+    # In sequences twice as long as training's: 2309.00071, definition 1.
+    fields = {"rope_scaling_type": "dynamic", "original_seq_len": 16}
+    make_run(tmp_path / "run", (1.0, 0.5), num_layers=2, **fields)
     options = analysis_options(text=str(tmp_path / "a.txt"), seq_len=32, channels=0)
     found = analysis.analyse(epath.Path(tmp_path) / "run", options)
-    expected = []
-    for percentage, wavelength in zip(percentages, wavelengths, strict=True):
-        expected.append(oracles.frequencies(64, wavelength, percentage) / slower)
+    expected = [oracles.frequencies(64, 1e4 * 2 ** (64 / 62), p) for p in (1.0, 0.5)]
     np.testing.assert_allclose(found["frequencies"], expected, rtol=1e-5)
-    rotated = [int(32 * percentage) for percentage in percentages]
-    assert [layer["rotated_pairs"] for layer in found["layers"]] == rotated
+    assert [layer["rotated_pairs"] for layer in found["layers"]] == [32, 16]
     assert found["loss"] is None and found["channels"] == []
-    page.write(tmp_path / "page", found)
 
 
 # --- Six layers of two kinds, with all switches ---------------------------------------------------
@@ -414,10 +400,11 @@ def test_losses_without_a_channel_are_those_of_the_changed_formula(case):
 def test_the_page_shows_every_kind_of_layer(case, tmp_path, monkeypatch):
     monkeypatch.setattr(drawing.Picture, "render", lambda self: b"")
     found, *_ = case
-    kinds = [(kind["layers"], kind["sliding_window"]) for kind in found["kinds"]]
-    assert kinds == [([0, 1, 3, 4], W), ([2, 5], None)]
-    by_kind = [(k["max_wavelength"], k["rope_percentage"]) for k in found["kinds"]]
-    assert by_kind == [(100.0, 0.75), (10_000.0, 0.25)]
+    kinds = [
+        (kind["layers"], kind["sliding_window"], kind["max_wavelength"], kind["rope_percentage"])
+        for kind in found["kinds"]
+    ]
+    assert kinds == [([0, 1, 3, 4], W, 100.0, 0.75), ([2, 5], None, 10_000.0, 0.25)]
     (table,) = [t for t in Page(page.write(tmp_path, found)).tables if "wavelength" in t[0]]
     assert [row[-1] for row in table[1:]] == ["6 of 8", "3 of 12"]
     usage = draw_picture(page.usage(found)).axes[0]

@@ -318,25 +318,22 @@ def test_the_head_of_a_token_is_chosen_by_its_flag(tmp_path):  # Figure 7
 
 
 def test_tables_are_those_of_the_formula(draws):  # Tables 3 and 4, Table 5
+    """A head reaches the bounds of the place that it attends to, and no others."""
     for planted, found in draws:
         for name in ("diagonal", "previous"):
             table = shown(planted, found, name)["table"]
             assert table["positions"] == list(range(8))
             assert table["tokens"][0] == "<bos>"
             place = planted.places[name]
+            on_itself = np.diagonal(planted.logits[place])[:8]
+            np.testing.assert_allclose(table["diagonal"], on_itself, rtol=1e-4)
             norms = [np.linalg.norm(x[place], axis=-1) for x in (planted.q, planted.k)]
-            bounds = np.outer(*norms) / H**0.5
-            for kind, back in (("diagonal", 0), ("previous", 1)):
-                columns = ("diagonal", "upper_bound")
-                if back:
-                    columns = ("previous_token", "previous_upper_bound")
-                shown_logits, shown_bounds = (np.array(table[c][back:]) for c in columns)
-                logits = np.diagonal(planted.logits[place], -back)[: 8 - back]
-                np.testing.assert_allclose(shown_logits, logits, rtol=1e-4)
-                of_bounds = np.diagonal(bounds, -back)[: 8 - back]
-                np.testing.assert_allclose(shown_bounds, of_bounds, rtol=1e-4)
-                reached = shown_logits[1 - back :] / shown_bounds[1 - back :]
-                assert (reached.min() > 0.97) == (name == kind)
+            bounds = np.prod(norms, axis=0)[:8] / H**0.5
+            np.testing.assert_allclose(table["upper_bound"], bounds, rtol=1e-4)
+            reached = np.divide(table["diagonal"][1:], table["upper_bound"][1:])
+            assert (reached.min() > 0.97) == (name == "diagonal")
+            reached = np.divide(table["previous_token"][1:], table["previous_upper_bound"][1:])
+            assert (reached.min() > 0.97) == (name == "previous")
 
 
 def test_the_strongest_channel_is_the_planted_one(draws):  # Figure 14, Appendix D.1
@@ -378,10 +375,6 @@ def analysed(run, name="run", **flags) -> dict:
     return analysis.analyse(run / name, analysis_options(**flags))
 
 
-def tick_texts(axis) -> list[str]:
-    return [label.get_text() for label in axis.get_ticklabels()]
-
-
 def test_the_known_heads_have_their_kinds_and_channels(run):
     found = analysed(run, channels=4)
     assert head_kinds(found) == ["diagonal", "previous_token", "semantic", ""]
@@ -410,11 +403,9 @@ def test_maps_are_labelled_with_the_tokens_of_the_window(run):
     positions = [0, *range(120, 130)]
     assert found["window"]["positions"] == positions
     names = ["0 <bos>", *(f"{i} {LETTERS[i - 1]!r}" for i in positions[1:])]
-    for picture in maps.maps(found, *found["shown"]):
-        axes = draw_picture(picture).axes[0]
-        assert tick_texts(axes.yaxis) == names
-    (picture, _) = maps.maps(found, *found["shown"])
-    assert tick_texts(draw_picture(picture).axes[0].xaxis) == names
+    attention, norms = [draw_picture(one).axes[0] for one in maps.maps(found, *found["shown"])]
+    for axis in (attention.xaxis, attention.yaxis, norms.yaxis):
+        assert [label.get_text() for label in axis.get_ticklabels()] == names
 
 
 # --- The page -------------------------------------------------------------------------------------
