@@ -102,16 +102,11 @@ def last_evaluations(run: Run) -> list[dict]:
     fields = {"step": run.last_step}
     if run.metrics:  # an import has no data of its own
         fields["dataset"] = run.config.data.dataset
-    return [
-        record
-        for record in find_evaluations(run.evaluations, **fields)
-        if is_validation(run, record)
-    ]
-
-
-def is_validation(run: Run, record: dict) -> bool:
-    """Returns whether an evaluation is not of documents trained on; an import has no such."""
-    return not run.metrics or record.get("split") in (None, "validation")
+    records = find_evaluations(run.evaluations, **fields)
+    if not run.metrics:
+        return records
+    # Not those of documents trained on.
+    return [record for record in records if record.get("split") in (None, "validation")]
 
 
 def by_length(run: Run) -> Curve:
