@@ -126,23 +126,33 @@ def test_a_pair_must_be_one_of_its_layer():
         choices.parse_places("channel", "0.0.8", [0, 2], **counts)
 
 
-def test_a_text_of_two_tokens_is_enough(run_and_export, tmp_path):
-    (tmp_path / "a.txt").write_text("ab")
-    options = analysis_options(text=str(tmp_path / "a.txt"), channels=0)
+def test_a_text_of_two_tokens_is_enough_and_unknown_ones_are_counted(
+    run_and_export, tmp_path, monkeypatch, caplog
+):
+    path = tmp_path / "a.txt"
+    path.write_text("ab")
+    options = analysis_options(text=str(path), channels=0)
     assert analysis.analyse(run_and_export / "run", options)["seq_len"] == 3
+    path.write_text("bananas")
+    monkeypatch.setattr(ByteTokenizer, "special", GEMMA_IDS._replace(unk=4 + ord("a")))
+    sequences.read_sequences(open_run(run_and_export / "run"), options)
+    assert "a.txt: 3 of 7 tokens are <unk>" in caplog.text
 
 
-def test_a_sequence_has_three_tokens_at_least(run_and_export, tmp_path, monkeypatch, caplog):
-    """A document is its letters between <bos> and <eos>; what is missing is logged."""
+def test_another_dataset_is_read_whole_from_three_tokens_on(
+    run_and_export, tmp_path, monkeypatch, caplog
+):
+    """A document is its letters between <bos> and <eos>; the run keeps its own dataset."""
     monkeypatch.setenv("PROPE_CACHE", str(tmp_path / "cache"))
     caplog.set_level("INFO", "prope")
     folder = write_documents(tmp_path / "text", "xy")
     run = open_run(run_and_export / "run")
-    run.config.data.update({"dataset": "files", "data_dir": str(folder)})
-    run.checkpoint.data = {"imported_from": "gemma"}  # so all documents are read
+    before = run.config.to_json()
 
     def read(**flags):
-        ids, *_ = sequences.read_sequences(run, analysis_options(**flags))
+        flags |= {"dataset": "files", "data_dir": str(folder)}
+        ids, _, text = sequences.read_sequences(run, analysis_options(**flags))
+        assert text == {"source": "files", "split": "all"}
         return ids
 
     documents = [[GEMMA_IDS.bos, 4 + ord(letter), GEMMA_IDS.eos] for letter in "xy"]
@@ -152,18 +162,6 @@ def test_a_sequence_has_three_tokens_at_least(run_and_export, tmp_path, monkeypa
     assert "found 2 documents of 3 tokens in split all" in caplog.text
     with pytest.raises(UsageError, match="^config.data.dataset=files: "):
         read(seq_len=2)
-
-
-def test_another_dataset_is_read_whole(run_and_export, tmp_path, monkeypatch):
-    """--dataset and --data_dir name a text that is not the run's; the run keeps its own."""
-    monkeypatch.setenv("PROPE_CACHE", str(tmp_path / "cache"))
-    folder = write_documents(tmp_path / "text", "xyz")
-    run = open_run(run_and_export / "run")
-    before = run.config.to_json()
-    options = analysis_options(dataset="files", data_dir=str(folder), seq_len=3, sequences=9)
-    ids, _, text = sequences.read_sequences(run, options)
-    assert [chr(tokens[1] - 4) for tokens in ids] == ["x", "y", "z"]
-    assert text == {"source": "files", "split": "all"}
     assert run.config.to_json() == before
 
 
@@ -183,25 +181,14 @@ def test_windows_and_tokens_reach_to_both_ends():
         choices.choose_tokens(options, names)
 
 
-def test_unknown_tokens_of_a_text_are_counted(run_and_export, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(ByteTokenizer, "special", GEMMA_IDS._replace(unk=4 + ord("a")))
-    (tmp_path / "a.txt").write_text("bananas")
-    run = open_run(run_and_export / "run")
-    sequences.read_sequences(run, analysis_options(text=str(tmp_path / "a.txt")))
-    assert "a.txt: 3 of 7 tokens are <unk>" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("length", "apostrophe", "window"),
-    [
+def test_the_papers_window_is_around_the_first_apostrophe():
+    for length, apostrophe, window in (
         (200, 150, range(126, 174)),
         (200, 190, range(152, 200)),
         (200, 7, range(48)),
         (30, 20, range(30)),
-    ],
-)
-def test_the_papers_window_is_around_the_first_apostrophe(length, apostrophe, window):
-    assert choices.parse_window(None, length, apostrophe) == window
+    ):
+        assert choices.parse_window(None, length, apostrophe) == window
 
 
 COMMANDS = [  # flags, and what the line begins with

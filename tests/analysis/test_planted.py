@@ -14,13 +14,11 @@ value               a pair of lanes in which values are longest, the control (Fi
 """
 
 import pathlib
-import re
 import types
 
 import numpy as np
 import oracles
 import pytest
-from support.commands import ROOT
 from support.heads import (
     analysis_options,
     assert_channel,
@@ -478,18 +476,3 @@ def test_runs_below_a_directory_are_analysed(run, run_command):
     assert len(kinds) == 8 and (runs[1], "previous_token") in kinds
     for one in done.result["pages"]:
         assert Page(pathlib.Path(one)).tables
-
-
-def test_the_readme_names_a_test_for_every_item_that_is_computed():
-    text = (ROOT / "prope/analysis/README.md").read_text()
-    table = text.split("| what | command |")[1].split("\n\n")[0]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
-    assert len(rows) == 21
-    for row in rows:
-        named = re.findall(r"`([^`]+)`", row[3])
-        file = "analysis/test_planted.py"
-        if named and named[0].endswith(".py"):
-            file = named.pop(0)
-        tests = (ROOT / "tests" / file).read_text()
-        for name in named:
-            assert re.search(rf"^def test_\w*{name}", tests, re.MULTILINE), row

@@ -41,7 +41,6 @@ def names_of(*grids, file="") -> list[str]:
 @pytest.mark.parametrize(
     ("grid", "names"),
     [
-        ({"model.rope_percentage": [0.25, 1.0]}, ["rope_percentage=0.25", "rope_percentage=1"]),
         (
             {"seed": [0, 1], "model.rope_percentage": [0.25, 1.0]},
             [f"rope_percentage={p},seed={seed}" for seed in (0, 1) for p in ("0.25", "1")],
