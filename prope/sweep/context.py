@@ -64,8 +64,6 @@ def _cuts(group: list[Run], T: int) -> Iterator[Cut]:
         if () in found:
             continue
         gain, _ = average([(run, run, *records) for run, records in zip(group, found, strict=True)])
-        if gain is None:
-            continue
         loss = statistics.fmean(record["loss"] for record, _ in found)
         whole_loss = statistics.fmean(record["loss"] for _, record in found)
         yield Cut(loss, whole_loss, window, sinks, gain)
