@@ -230,13 +230,12 @@ def _mean_over_sequences(batches: tuple[measures.Measures, ...], B: int) -> meas
 def _describe_layer(
     layer: int, freqs: np.ndarray, mean: measures.Measures, scoring: measures.Scoring
 ) -> dict:
+    norms = ("query_norms", "key_norms", "value_norms")
     return {
         "layer": layer,
         "sliding_window": scoring.sliding_window,
         "rotated_pairs": int(np.count_nonzero(freqs)),
-        "query_norms": mean.query_norms.tolist(),
-        "key_norms": mean.key_norms.tolist(),
-        "value_norms": mean.value_norms.tolist(),
+        **{name: getattr(mean, name).tolist() for name in norms},
     }
 
 

@@ -17,11 +17,7 @@ SCORES = (*TARGETS, "entropy", "distance", "overlap_without_rotation")
 
 
 def score_heads(
-    layer: int,
-    frequencies: np.ndarray,
-    measures: Measures,
-    scoring: Scoring,
-    after: np.ndarray | None = None,
+    layer: int, frequencies: np.ndarray, measures: Measures, scoring: Scoring, after: np.ndarray
 ) -> list[dict]:
     """Computes a record for every head of a layer with these frequencies [P].
 
@@ -45,7 +41,7 @@ def score_heads(
     total = strength.sum(axis=1)
     fast_share = fast / np.maximum(total, 1e-30)
     head_of = [None] * len(strength)
-    counted = np.zeros(0) if after is None else after[:, FROM:]
+    counted = after[:, FROM:]
     if counted.any():
         num_queries = max(scoring.reach(after.shape[1]) - FROM, 1)
         see_first = counted[:, :num_queries]

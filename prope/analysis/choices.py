@@ -1,6 +1,5 @@
 """Parses the flags that choose layers, heads and tokens, before a device is touched."""
 
-import math
 import re
 from typing import NamedTuple
 
@@ -42,24 +41,23 @@ def choose_tokens(options, names: np.ndarray) -> Tokens:
         after = find_after(options.head_of, names)
         window = parse_window(options.window, length)
         default = window
-    allowed = f"one of at most {SHOWN} positions from 0 to {length - 1}"
-    table = _parse_numbers("--tokens", options.tokens, length, allowed, most=SHOWN)
+    table = _parse_numbers("--tokens", options.tokens, length, most=SHOWN)
     return Tokens(names[0].tolist(), sorted({0, *window}), table or list(default[:TABLE]), after)
 
 
 def parse_layers(text: str | None, config: ConfigDict) -> list[int]:
     """Parses --layers, such as 0,3; all layers by default."""
     count = config.num_layers
-    allowed = f"a layer of this model, which has 0 to {count - 1}"
-    return _parse_numbers("--layers", text, count, allowed) or list(range(count))
+    return _parse_numbers("--layers", text, count, most=count) or list(range(count))
 
 
-def _parse_numbers(flag, text, end, allowed, most=math.inf) -> list[int]:
+def _parse_numbers(flag: str, text: str | None, end: int, most: int) -> list[int]:
     """Parses at most `most` numbers below `end`, sorted; none by default."""
     entries = [] if text is None else text.split(",")
     for entry in entries:
         if not entry.strip().isdecimal() or int(entry) >= end or len(entries) > most:
-            raise usage_error(flag, text, f"{entry!r} is not {allowed}")
+            problem = f"{entry!r} is not one of at most {most} numbers from 0 to {end - 1}"
+            raise usage_error(flag, text, problem)
     return sorted(set(map(int, entries)))
 
 
@@ -70,17 +68,16 @@ def parse_places(
 
     `counts` are how many heads and pairs every layer of the model has, [L].
     """
+    form = ".".join(["LAYER", *counts])
     places = []
     for entry in [] if text is None else text.split(","):
         numbers = [int(n) if n.isdecimal() else -1 for n in entry.strip().split(".")]
         layer, *indices = numbers
         is_known = layer in layers and len(indices) == len(counts)
-        sizes = [count[layer] if is_known else max(count) for count in counts.values()]
+        sizes = [count[layer] for count in counts.values()] if is_known else []
         if not is_known or not all(0 <= i < n for i, n in zip(indices, sizes, strict=True)):
-            form = ".".join(["LAYER", *counts])
-            ends = [f"{name} 0 to {n - 1}" for name, n in zip(counts, sizes, strict=True)]
-            allowed = f"with LAYER one of {', '.join(map(str, layers))}, {', '.join(ends)}"
-            raise usage_error(f"--{flag}", text, f"{entry!r} is not {form}", allowed)
+            problem = f"{entry!r} is not {form} of a measured layer"
+            raise usage_error(f"--{flag}", text, problem, "the first of each is 0")
         places.append(tuple(numbers))
     return list(dict.fromkeys(places))
 

@@ -17,6 +17,7 @@ from prope.html.drawing import (
     show_image,
     styles,
 )
+from prope.html.page import number
 
 SCORES = {
     "diagonal": "itself",
@@ -110,10 +111,9 @@ def _attention_picture(analysis: dict, head: dict, labels: list[str]) -> Picture
     logits = np.where(visible, head["logits"], np.nan)
     least = np.nanmin(logits)
     most = np.nanmax(logits)
-    is_stacked = len(labels) > 30  # labels of columns have no room in half the width
 
     def draw(figure):
-        left, right = panels(figure, 2, wrap=1 if is_stacked else 2, sharey=True)[0]
+        left, right = panels(figure, 2, wrap=1, sharey=True)[0]
         images = {
             "weight": show_image(left, weights, 0.5, vmax=1, aspect="auto"),
             "logit": show_image(right, logits, 1, least, most, aspect="auto"),
@@ -127,15 +127,13 @@ def _attention_picture(analysis: dict, head: dict, labels: list[str]) -> Picture
 
     alt = f"Mean weight on the first token {np.nanmean(weights[:, 0]):.2f}; "
     alt += f"logits from {least:.1f} to {most:.1f}."
-    seen = "tokens before" if reach == np.inf else f"{reach:,} tokens of the layer's window"
     caption = (
         "The first token and those of --window, of the first sequence. Weights are shares of all "
-        f"{seen}; their colours are by square root."
+        "tokens that the layer sees; their colours are by square root."
     )
     name = f"head_{head['layer']}_{head['head']}"
     title = f"Head {name_of(head)}: weights and logits"
-    inches = height(len(labels)) * (1 + is_stacked)
-    return Picture(name, title, alt, caption, draw, (12, inches))
+    return Picture(name, title, alt, caption, draw, (12, 2 * height(len(labels))))
 
 
 def _norms_picture(analysis: dict, head: dict, labels: list[str]) -> Picture:
@@ -177,31 +175,16 @@ def channel(record: dict) -> Picture:
                 axes.plot(*record[kind][0], **first | {"ls": "", "ms": 9})
             axes.set(title=kind, xlabel=xlabel, aspect="equal", adjustable="datalim")
 
+    rotation = number(record["breaking_rotation"], ".2f")
+    distance = number(record["breaking_distance"], ",.0f")
     alt = (
         f"Cosine of the mean query with the first key {record['first_alignment']:.2f}, with the "
-        f"mean of the others {record['others_alignment']:.2f}. The first token's advantage "
-        f"{_end_of_advantage(record)}"
+        f"mean of the others {record['others_alignment']:.2f}. The first token's advantage ends "
+        f"after a rotation by {rotation} radians, {distance} tokens; –: it has none, or the pair "
+        "does not rotate."
     )
     caption = f"{alt} Vectors, before rotation: --window of the first sequence; "
     caption += "the large mark is the first key."
     place = f"{name_of(record)}.{record['pair']}"
     name = f"channel_{place.replace('.', '_')}"
     return Picture(name, f"Channel {place}", alt, caption, draw, (12, 3.9))
-
-
-def _end_of_advantage(record: dict) -> str:
-    """Says after which rotation and distance the first key of a channel is no better than others.
-
-    Captions of `channel` end with it.
-    """
-    rotation = record["breaking_rotation"]
-    distance = record["breaking_distance"]
-    reach = record["sliding_window"] or np.inf
-    if not rotation:
-        return "is none at distance 0."
-    end = f"ends after a rotation by {rotation:.2f} radians"
-    if not distance:
-        return f"{end}: never, as the pair does not rotate."
-    if distance >= reach:
-        return f"{end}: {distance:,.0f} tokens, beyond the layer's window of {reach:,}."
-    return f"{end}: {distance:,.0f} tokens."

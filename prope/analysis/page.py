@@ -121,10 +121,10 @@ def usage(analysis: dict) -> Picture:
             draw_heatmap(axes, values, kind, "layer", layers, ends)
             axes.label_outer()
 
-    caption = "Mean 2-norm of every pair of lanes, over tokens, sequences and heads "
-    caption += "(the paper's Figure 3)."
-    if not rotated.all():
-        caption += " Red lines border the pairs that are not rotated."
+    caption = (
+        "Mean 2-norm of every pair of lanes, over tokens, sequences and heads (the paper's Figure "
+        "3). Red lines border the pairs that are not rotated."
+    )
     return Picture("usage", "Frequency usage by layer", longest(norms), caption, draw, (12, 3.4))
 
 
@@ -147,10 +147,10 @@ def usage_by_head(analysis: dict, drawn: set[tuple[int, int]]) -> Picture:
             borders = None if "values" in kind else np.array(ends)
             draw_heatmap(axes, values, kind, "layer.head", labels, borders)
 
-    caption = "The same for each head"
-    if len(drawn) < len(analysis["heads"]):
-        caption += " of a kind or asked for"
-    caption += "; a head of keys and values may serve several query heads."
+    caption = (
+        "The same for each head of a kind or asked for, or all; one of keys and values may serve "
+        "several query heads."
+    )
     alt = f"Norms by pair, of {len(drawn)} of {len(analysis['heads'])} heads."
     size = (12, min(3 + 0.07 * len(drawn), 14))
     return Picture("usage_by_head", "Frequency usage by head", alt, caption, draw, size)
@@ -168,14 +168,10 @@ def census(analysis: dict) -> Picture:
             _scatter_heads(axes[0], records)
         _draw_scores(axes[-3:], analysis)
 
-    caption = "Mean weight of every head, over queries from the third token on."
-    if any(layer["sliding_window"] for layer in analysis["layers"]):
-        caption += " In layers with a window, on the first token: over the queries that see it."
-    if correlation:
-        caption += (
-            f" Spearman's rank correlation in the scatter plot: {correlation['rho']:.2f} (p-value "
-            f"{correlation['p_value']:.1g}, by permuting the heads of each key together)."
-        )
+    caption = (
+        "Mean weight of every head, over queries from the third token on; on the first token, over "
+        "those that see it. The p-value is by permuting the heads of each key together."
+    )
     return Picture("census", "Where the heads look", lead(analysis), caption, draw, (12, 4))
 
 

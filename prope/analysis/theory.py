@@ -16,52 +16,6 @@ from numpy import ndarray as Array
 
 Curve = tuple[Array, Array]  # mean and standard error over draws, by distance
 
-# `tests` select those of a statement: pytest tests/analysis/test_theory.py -k.
-STATEMENTS = [
-    {
-        "statement": "Proposition 3.1",
-        "says": "For any query and any distance, there is a key whose softmax weight is largest "
-        "at that distance.",
-        "source": "Section 3",
-        "tests": "3_1",
-    },
-    {
-        "statement": "Proposition 3.2",
-        "says": "The logit of Gaussian queries and keys is 0 on average at every distance, while "
-        "that of vectors of ones decays.",
-        "source": "Section 3, Figure 2",
-        "tests": "3_2",
-    },
-    {
-        "statement": "Proposition 5.2",
-        "says": "Without rotation no head is diagonal or previous-token, because a token and its "
-        "repetition get equal weights.",
-        "source": "Section 5",
-        "tests": "5_2",
-    },
-    {
-        "statement": "Theorem 5.3",
-        "says": "With rotation a head can be diagonal or previous-token to any precision, for "
-        "any length.",
-        "source": "Section 5",
-        "tests": "5_3",
-    },
-    {
-        "statement": "Theorem 6.1",
-        "says": "In a long enough sequence a head of one rotated pair loses its target when one or "
-        "two tokens change places, and a head of one unrotated pair does not.",
-        "source": "Section 6",
-        "tests": "6_1",
-    },
-    {
-        "statement": "Appendix B.2",
-        "says": "With random positions, vectors of ones decay the sooner the higher the upper "
-        "bound is, and the mean logit of Gaussian ones stays 0.",
-        "source": "Figure 8",
-        "tests": "figure_8",
-    },
-]
-
 
 def logits_by_distance(queries: Array, keys: Array, distances: Array, frequencies: Array) -> Array:
     """Computes q . R^(-m) k / sqrt(H) for queries and keys [..., H] and distances m: [..., M]."""

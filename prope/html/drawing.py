@@ -5,7 +5,6 @@ import io
 import itertools
 import math
 import re
-import statistics
 from collections.abc import Callable
 
 import matplotlib.figure
@@ -120,42 +119,11 @@ def line(axes, points: dict, style: dict, label: str | None = None) -> None:
     """Plots {x: (mean, standard error or None)}, with the errors as a band."""
     x = list(points)
     means, errors = zip(*points.values(), strict=True)
-    # About 8 markers, which start where those of other lines do not.
-    spacing = max(len(x) // 8, 1)
-    offset = len(axes.lines) % spacing
-    axes.plot(x, means, label=label, markevery=(offset, spacing), **style)
+    axes.plot(x, means, label=label, markevery=max(len(x) // 8, 1), **style)
     if None not in errors:
         low = np.subtract(means, errors)
         high = np.add(means, errors)
         axes.fill_between(x, low, high, color=style["color"], alpha=0.18, lw=0)
-
-
-def zoom_limits(points: list[tuple[float, float | None]]) -> tuple[float, float] | None:
-    """Returns limits of an axis that show most points well where a few would flatten them.
-
-    Args:
-      points: means and their errors, which may be None.
-
-    Returns:
-      The limits of all but the quarter that is farthest from the median, and at least one; None if
-      these span more than a quarter of what all do.
-    """
-    middle = statistics.median(mean for mean, _ in points)
-    nearest_first = sorted(points, key=lambda point: abs(point[0] - middle))
-    kept = nearest_first[: len(points) - max(len(points) // 4, 1)]
-    low, high = _span(kept)
-    lowest, highest = _span(points)
-    if len(kept) < 3 or high == low or 4 * (high - low) > highest - lowest:
-        return None
-    margin = 0.08 * (high - low)
-    return low - margin, high + margin
-
-
-def _span(points: list[tuple[float, float | None]]) -> tuple[float, float]:
-    """Returns the lowest and the highest end of the errors of points."""
-    low = min((mean - (error or 0) for mean, error in points), default=0.0)
-    high = max((mean + (error or 0) for mean, error in points), default=0.0)
-    return low, high
 
 
 def show_image(axes, values, power: float = 1, vmin=0, vmax=None, cmap="viridis", **options):

@@ -57,21 +57,13 @@ def _cuts(group: list[Run], T: int) -> Iterator[Cut]:
     for run in group:
         for record in run.evaluations:
             if record.get("window") and record["seq_len"] == T:
-                cuts.add((record["window"], record.get("sinks")))
-    for window, sinks in sorted(cuts, key=str):
+                cuts.add((record["window"], record["sinks"]))
+    for window, sinks in sorted(cuts):
         fields = {"seq_len": T, "window": window, "sinks": sinks}
         found = [find_changed(run, fields) for run in group]
         if () in found:
             continue
         gain, _ = average([(run, run, *records) for run, records in zip(group, found, strict=True)])
-        if gain is None:
-            continue
-        losses = [record["loss"] for record, _ in found]
-        whole_losses = [record["loss"] for _, record in found]
-        yield Cut(
-            statistics.fmean(losses),
-            statistics.fmean(whole_losses),
-            window,
-            sinks or 0,  # of older records
-            gain,
-        )
+        loss = statistics.fmean(record["loss"] for record, _ in found)
+        whole_loss = statistics.fmean(record["loss"] for _, record in found)
+        yield Cut(loss, whole_loss, window, sinks, gain)

@@ -337,9 +337,7 @@ def run_sweep(
     if sweep.failed:
         print(json.dumps(result), flush=True)
         reasons = [f"{name} ({reason})" for name, reason in sweep.failed.items()]
+        first = "; ".join(reasons[:MAX_REASONS])
         problem = f"{len(reasons)} of {len(runs)} runs failed"
-        if len(reasons) > MAX_REASONS:
-            reasons[MAX_REASONS:] = [f"and {len(reasons) - MAX_REASONS} more"]
-        text = "; ".join([*reasons, "the same command tries these again"])
-        raise RunFailed(f"{problem}: {text}")
+        raise RunFailed(f"{problem}: {first}; the same command tries these again")
     return result

@@ -4,6 +4,7 @@ Each picture shows a task as W/longcontext.jsonl has it for the last step, witho
 rescaled encodings.
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -37,18 +38,10 @@ def answers_by_task(run: Run) -> dict[str, dict[int, dict]]:
     return tasks
 
 
-def no_retrieval_baseline(record: dict) -> float:
-    """Returns the share that is right without retrieval; of an older record, `chance`."""
-    return record.get("guess", record["chance"])
-
-
 def retrieves(record: dict) -> bool:
-    """Returns whether 85 % are right, and their 95 % interval is above the best guess.
-
-    Of an older record, which lacks that guess, it is not known to be.
-    """
+    """Returns whether 85 % are right, and their 95 % interval is above the best guess."""
     low, _ = record["accuracy_interval"]
-    return "guess" in record and record["accuracy"] >= _PASSED and low > record["guess"]
+    return record["accuracy"] >= _PASSED and low > record["guess"]
 
 
 def effective_length(trained: int, by_length: dict[int, dict]) -> int | None:
@@ -97,27 +90,26 @@ def maps(runs: list[Run]) -> list[Picture]:
 
 def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Picture:
     columns, blocks = arrange(len(by_group))
+    asked = {  # records of every run
+        group: [list(answers_by_task(run)[task].values()) for run in runs]
+        for group, runs in by_group.items()
+    }
+    by_run = list(itertools.chain(*asked.values()))
+    guess = max(record["guess"] for records in by_run for record in records)
+    octaves = [octave for records in by_run for octave in _count_by_octave(records).values()]
+    counts = [round(prompts) for _, prompts in octaves]
 
     def draw(figure) -> None:
         heights = (3, 2) * blocks
         axes = panels(figure, len(by_group), rows=2, wrap=columns, height_ratios=heights)
         for (above, below), (group, runs) in zip(axes.T, by_group.items(), strict=True):
-            by_run = [list(answers_by_task(run)[task].values()) for run in runs]
-            records = [record for records in by_run for record in records]
             trained = runs[0].config.data.seq_len
             # Lines are drawn at these distances, with these dashes.
             distances = {trained: "-", _slowest_period(runs[0]): ":"}
-            _draw_map(above, records, trained, distances, guess)
-            _draw_distances(below, by_run, distances, guess)
+            _draw_map(above, list(itertools.chain(*asked[group])), trained, distances, guess)
+            _draw_distances(below, asked[group], distances, guess)
             above.set_title(f"{group}{warning}")
 
-    guess = 0.0
-    counts = []  # of prompts
-    for runs in by_group.values():
-        for run in runs:
-            records = list(answers_by_task(run)[task].values())
-            guess = max(guess, *map(no_retrieval_baseline, records))
-            counts += [round(prompts) for _, prompts in _count_by_octave(records).values()]
     warning = "\ncannot show retrieval" if guess == 1 else ""
     lengths = "; ".join(f"{group}: {effective[group][task]}" for group in by_group)
     result = (

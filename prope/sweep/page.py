@@ -132,10 +132,10 @@ def write(
     runs: list[Run],
     rows: list[dict],
     drawn: list[Picture],
-    folder: epath.Path | None = None,
+    folder: epath.Path,
     **found: Sequence,
 ) -> epath.Path:
-    """Writes report/index.html and its pictures into `folder`, or DIR; returns the page's path.
+    """Writes report/index.html and its pictures into `folder`; returns the page's path.
 
     `found` are more tables of the page, of the names in `_TABLES`.
     """
@@ -145,7 +145,7 @@ def write(
     swept = dict.fromkeys(name for run in runs for name in run.values)
     differing = differing_fields(runs)
     return page.write(
-        (folder or directory) / "report",
+        folder / "report",
         "sweep",
         drawn,
         title=f"Sweep {directory.resolve().name}",
@@ -160,7 +160,7 @@ def write(
         left_out=sum(len(run.dropped) for run in runs),
         planned=len(read_entries(directory)),
         equality=equality(runs),
-        runs=[_row_of(run, (folder or directory) / "report") for run in runs],
+        runs=[_row_of(run, folder / "report") for run in runs],
         training_time=duration(sum(map(training_seconds, runs))),
         settings={name: value for name, value in flat(config).items() if name not in differing},
         **dict.fromkeys(_TABLES, ()) | found,

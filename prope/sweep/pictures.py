@@ -14,16 +14,7 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from prope.html.drawing import (
-    TEXT,
-    Picture,
-    escape_invisible,
-    legend,
-    line,
-    panels,
-    styles,
-    zoom_limits,
-)
+from prope.html.drawing import TEXT, Picture, escape_invisible, legend, line, panels, styles
 from prope.html.page import number
 from prope.inference.statistics import average_seeds
 from prope.sweep.maps import maps
@@ -40,10 +31,10 @@ LOSS = "loss (nats per token)"
 VALIDATION = f"validation {LOSS}"
 DIFFERENCE = "difference (nats per token)"
 POSITION = "position (tokens)"
-_DIFFERENCE = (
-    "Second panel: the difference from RoPE, seed by seed, in which what is hard for all drops out."
+_MEANS = (
+    "Means over seeds; bands are their standard errors. Beside them the difference from RoPE, seed "
+    "by seed, in which what is hard for all drops out."
 )
-_ENLARGED = "Last panel: the same enlarged, without the few points that lie far from the others."
 
 
 def loss_picture(run: Run) -> Picture | None:
@@ -77,16 +68,12 @@ def loss_picture(run: Run) -> Picture | None:
 def _draw_validation(axes, evaluations: list[dict]) -> None:
     """Draws validation losses, and the loss of predicting by token frequencies alone."""
     losses = {record["step"]: record["loss"] for record in evaluations}
+    style = {"marker": "o", "ms": 4, "color": "#cc3311", "lw": 1.2}
+    axes.plot(losses.keys(), losses.values(), label="validation", **style)
     last = evaluations[-1]
-    bits = last["bits_per_byte"]
-    shown = "no bits per byte" if bits is None else f"{bits:.2f} bits per byte"
-    label = f"validation, {last['loss']:.3f} at step {last['step']} ({shown})"
-    axes.plot(
-        losses.keys(), losses.values(), marker="o", ms=4, color="#cc3311", lw=1.2, label=label
-    )
-    if bits is None:
+    if last["bits_per_byte"] is None:
         return
-    unigram = last["loss"] * last["unigram_bits_per_byte"] / bits
+    unigram = last["loss"] * last["unigram_bits_per_byte"] / last["bits_per_byte"]
     label = f"token frequencies alone, {unigram:.3f}"
     axes.axhline(unigram, color="#777777", lw=1, ls="--", label=label)
 
@@ -115,16 +102,11 @@ def last_evaluations(run: Run) -> list[dict]:
     fields = {"step": run.last_step}
     if run.metrics:  # an import has no data of its own
         fields["dataset"] = run.config.data.dataset
-    return [
-        record
-        for record in find_evaluations(run.evaluations, **fields)
-        if is_validation(run, record)
-    ]
-
-
-def is_validation(run: Run, record: dict) -> bool:
-    """Returns whether an evaluation is not of documents trained on; an import has no such."""
-    return not run.metrics or record.get("split") in (None, "validation")
+    records = find_evaluations(run.evaluations, **fields)
+    if not run.metrics:
+        return records
+    # Not those of documents trained on.
+    return [record for record in records if record.get("split") in (None, "validation")]
 
 
 def by_length(run: Run) -> Curve:
@@ -299,31 +281,21 @@ def curves_picture(plot: Plot, by_group: Curves, rope_of: dict) -> Picture | Non
     differences = average_curves(minus_rope(by_group, rope_of))
     if not means:
         return None
-
-    shown, limits = _enlarge({plot.title: means, "minus that of RoPE": differences})
+    shown = {plot.title: means}
+    if differences:
+        shown["minus that of RoPE"] = differences
 
     def draw(figure) -> None:
         row = panels(figure, len(shown))[0]
         _draw_curves(row, plot, shown, styles(list(by_group)))
         legend(row[0])
-        if differences:
-            for axes in row[1:]:
-                axes.axhline(0, color=TEXT, lw=1.2)
-        if limits:
-            row[-1].set_ylim(limits)
+        for axes in row[1:]:
+            axes.axhline(0, color=TEXT, lw=1.2)
 
-    sentences = []
-    if any(len(seeds) > 1 for seeds in by_group.values()):
-        sentences.append("Means over seeds; bands are their standard errors.")
-    if differences:
-        sentences.append(_DIFFERENCE)
-    if limits:
-        sentences.append(_ENLARGED)
-    caption = " ".join(sentences) + plot.note
     last = {group: points[max(points)] for group, points in means.items()}
     ends = "; ".join(f"{group}: {mean:.4f}" for group, (mean, _) in last.items())
     alt = f"{plot.title}, by {plot.x}. At the right end: {ends}."
-    return Picture(plot.name, plot.title, alt, caption.strip(), draw, _size(shown))
+    return Picture(plot.name, plot.title, alt, f"{_MEANS}{plot.note}", draw)
 
 
 def _draw_curves(row, plot: Plot, shown: dict[str, Means], style: dict) -> None:
@@ -332,30 +304,12 @@ def _draw_curves(row, plot: Plot, shown: dict[str, Means], style: dict) -> None:
         for group, points in lines.items():
             line(axes, points, style[group], group)
         x = f"{plot.x}, log scale" if plot.log else plot.x
-        y = plot.y if title.startswith(plot.title) else "difference"
+        y = plot.y if title == plot.title else "difference"
         axes.set(xlabel=x, ylabel=y, title=title)
         axes.locator_params(axis="x", integer=True)
         if plot.log:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:,.0f}")
-
-
-def _enlarge(by_title: dict[str, Means]) -> tuple[dict[str, Means], tuple[float, float] | None]:
-    """Adds a panel that enlarges the last one with points, where few of them flatten the others.
-
-    Returns what the panels show, by title, without empty ones; and the limits of the added panel.
-    """
-    shown = {title: means for title, means in by_title.items() if means}
-    title, means = list(shown.items())[-1]
-    limits = zoom_limits([point for points in means.values() for point in points.values()])
-    if limits:
-        shown[f"{title}, enlarged"] = means
-    return shown, limits
-
-
-def _size(shown: dict) -> tuple[float, float]:
-    """Returns the inches of a picture of one, two or three panels."""
-    return (12.9 if len(shown) > 2 else 9.6, 3.9)
 
 
 # --- Perplexity -----------------------------------------------------------------------------------
@@ -369,7 +323,9 @@ def perplexity_picture(rows: list[dict]) -> Picture | None:
         return None
     perplexities, differences = read_means(rows, by_p)
     title = "Validation perplexity by p" if by_p else "Validation perplexity"
-    shown, limits = _enlarge({title: perplexities, "loss minus that of RoPE": differences})
+    shown = {title: perplexities}
+    if differences:
+        shown["loss minus that of RoPE"] = differences
 
     def draw(figure) -> None:
         style = styles(list(perplexities))
@@ -378,26 +334,22 @@ def perplexity_picture(rows: list[dict]) -> Picture | None:
             is_difference = means is differences
             _draw_points(axes, means, style, joined=by_p and not is_difference)
             axes.set(ylabel=DIFFERENCE if is_difference else "validation perplexity", title=name)
+            axes.tick_params(axis="x", labelrotation=0 if by_p else 90)
             if is_difference:
                 axes.axhline(0, color=TEXT, lw=1.2)
-        if limits:
-            row[-1].set_ylim(limits)
-        if len(perplexities) > 1:
-            legend(row[0])
-        for axes in figure.axes:
-            axes.tick_params(axis="x", labelbottom=True, labelrotation=0 if by_p else 90)
             if by_p:
                 axes.set_xticks(sorted({row[P] for row in rows}))
                 axes.set_xlabel("rope_percentage p (0: NoPE, 1: RoPE)")
+        if len(perplexities) > 1:
+            legend(row[0])
 
     means = "; ".join(f"{row['group']}: {row['perplexity']:.4f}" for row in rows)
     alt = f"Validation perplexity. {means}."
-    caption = "Means over seeds and their standard deviations."
-    if differences:
-        caption += " Second panel: paired differences and their 95 % intervals, as in the table."
-    if limits:
-        caption += f" {_ENLARGED}"
-    return Picture("perplexity", title, alt, caption, draw, _size(shown))
+    caption = (
+        "Means over seeds and their standard deviations. Beside them the paired differences from "
+        "RoPE and their 95 % intervals, as in the table."
+    )
+    return Picture("perplexity", title, alt, caption, draw)
 
 
 def read_means(rows: list[dict], by_p: bool) -> tuple[Means, Means]:

@@ -24,7 +24,7 @@ class Recovery(NamedTuple):
     gaps: list[tuple[int, float]]  # tokens of training, and loss minus the control's there
 
 
-def recoveries(runs: list[Run], within: float = WITHIN) -> list[Recovery]:
+def recoveries(runs: list[Run]) -> list[Recovery]:
     """Compares the runs of a sweep that were begun from another run with those left unconverted.
 
     A control has the same seed, and the same values of all but the encoding. Runs without one are
@@ -35,7 +35,7 @@ def recoveries(runs: list[Run], within: float = WITHIN) -> list[Recovery]:
     for run in runs:
         alike = [control for control in controls if _values(control) == _values(run)]
         if run not in controls and alike and _evaluation(run, 0) is not None:
-            found.append(compare(run, alike[0], within))
+            found.append(compare(run, alike[0]))
     return found
 
 

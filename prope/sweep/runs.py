@@ -280,15 +280,15 @@ def paired_runs(group: list[Run], others: list[Run]) -> list[Pair]:
         other = by_seed.get(run.values.get(SEED))
         if other is not None and run.state == "finished":
             records = find_pair(run.last_evaluations, other.last_evaluations)
-            if records is not None:
+            if records is not None and has_losses(*records):
                 pairs.append((run, other, *records))
-    return [pair for pair in pairs if has_losses(pair)]
+    return pairs
 
 
 def find_changed(run: Run, record: dict) -> tuple[dict, ...]:
     """Finds the run's fullest last evaluation with the change of a record, and the plain one.
 
-    They are on the same windows; () without both.
+    They are on the same windows; () without both, or without their losses.
     """
     changes = ("encoding", "factor", "window", "sinks")
     fields = {name: record.get(name) for name in ("seq_len", *changes)}
@@ -296,18 +296,17 @@ def find_changed(run: Run, record: dict) -> tuple[dict, ...]:
         fields["dataset"] = run.config.data.dataset
     plain = [*run.dropped, *run.evaluations]
     step = run.last_step
-    return find_pair(run.evaluations, plain, dict.fromkeys(changes), step=step, **fields) or ()
+    found = find_pair(run.evaluations, plain, dict.fromkeys(changes), step=step, **fields)
+    return found if found and has_losses(*found) else ()
 
 
 def average(pairs: list[Pair]) -> tuple[Difference | None, str]:
     """Averages losses minus those of other runs, by two records of the same windows for every seed.
 
     Returns (difference, what its standard error is over): "3 seeds"; with one seed "documents", or
-    "" if a run has kept no sums and there is no standard error. Records without a loss are left
-    out; without any other the difference is None.
+    "" if a run has kept no sums and there is no standard error. Without pairs it is None.
     """
-    pairs = [pair for pair in pairs if has_losses(pair)]
-    losses = loss_differences(pairs)
+    losses = [record["loss"] - other_record["loss"] for *_, record, other_record in pairs]
     if not losses:
         return None, ""
     if len(losses) > 1:
@@ -318,15 +317,9 @@ def average(pairs: list[Pair]) -> tuple[Difference | None, str]:
         return average_seeds(losses), ""
 
 
-def has_losses(pair: Pair) -> bool:
-    """Tells whether both records have a loss."""
-    *_, record, other_record = pair
+def has_losses(record: dict, other_record: dict) -> bool:
+    """Returns whether both records have a loss."""
     return None not in (record["loss"], other_record["loss"])
-
-
-def loss_differences(pairs: list[Pair]) -> list[float]:
-    """Returns the loss of the first record minus that of the second, for every pair."""
-    return [record["loss"] - other_record["loss"] for *_, record, other_record in pairs]
 
 
 def read_documents(pairs: list[Pair]) -> list[Sums] | None:

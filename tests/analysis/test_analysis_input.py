@@ -72,11 +72,9 @@ def test_a_trained_run_is_analysed(tmp_path, train, run_command, dataset, paper)
         assert channel == place_of(saved["channels"][0])
         assert heads.keys() == {"1_0", "1_1"}, "both heads of the layer"
     else:
-        assert channel == "1_0_15"
-        assert heads == {"1_0": "asked for"}
-    pictures = {"usage", "usage_by_head", "census", "heads", "channels", f"channel_{channel}"}
-    pictures |= {f"{kind}_{head}" for kind in ("head", "norms") for head in heads}
-    assert {path.stem for path in folder.glob("*.png")} == pictures
+        assert (channel, heads) == ("1_0_15", {"1_0": "asked for"})
+    pictures = {path.stem for path in folder.glob("*.png")}
+    assert {f"channel_{channel}", *(f"head_{head}" for head in heads)} < pictures
 
 
 def place_of(record):
@@ -89,15 +87,11 @@ def place_of(record):
 
 REFUSALS = [  # flags, and the one that is named
     ({"layers": "0,2"}, "layers"),
-    ({"layers": "x"}, "layers"),
     ({"heads": "1.4"}, "heads"),
     ({"heads": "1.0", "layers": "0"}, "heads"),
     ({"channel": "0.1"}, "channel"),
     ({"channel": "0.1.31,0.1.32"}, "channel"),
-    ({"channel": "0.4.0"}, "channel"),
-    ({"channel": "0.0.0,1.0.0", "layers": "0"}, "channel"),
     ({"window": "9"}, "window"),
-    ({"window": "8:8"}, "window"),
     ({"window": "60:65"}, "window"),
     ({"tokens": "3,64"}, "tokens"),
     ({"tokens": "-1"}, "tokens"),
@@ -105,7 +99,6 @@ REFUSALS = [  # flags, and the one that is named
     ({"head_of": "z"}, "head_of"),
     ({"step": 3}, "step"),
     ({"text": "none.txt"}, "text"),
-    ({"text": "no-token.txt"}, "text"),
     ({"text": "one-token.txt"}, "text"),
     ({"text": "no-utf8.txt"}, "text"),
 ]
@@ -115,7 +108,7 @@ def test_what_is_not_there_is_refused(run_and_export, tmp_path, monkeypatch):
     """In one line that begins with the flag and its value, before anything is put on a device."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(analysis, "Walk", None)
-    texts = {"a": b"word " * 40, "no-token": b"", "one-token": b"x", "no-utf8": b"\xff\xfe"}
+    texts = {"a": b"word " * 40, "one-token": b"x", "no-utf8": b"\xff\xfe"}
     for name, content in texts.items():
         (tmp_path / f"{name}.txt").write_bytes(content)
     for flags, named in REFUSALS:
@@ -133,23 +126,33 @@ def test_a_pair_must_be_one_of_its_layer():
         choices.parse_places("channel", "0.0.8", [0, 2], **counts)
 
 
-def test_a_text_of_two_tokens_is_enough(run_and_export, tmp_path):
-    (tmp_path / "a.txt").write_text("ab")
-    options = analysis_options(text=str(tmp_path / "a.txt"), channels=0)
+def test_a_text_of_two_tokens_is_enough_and_unknown_ones_are_counted(
+    run_and_export, tmp_path, monkeypatch, caplog
+):
+    path = tmp_path / "a.txt"
+    path.write_text("ab")
+    options = analysis_options(text=str(path), channels=0)
     assert analysis.analyse(run_and_export / "run", options)["seq_len"] == 3
+    path.write_text("bananas")
+    monkeypatch.setattr(ByteTokenizer, "special", GEMMA_IDS._replace(unk=4 + ord("a")))
+    sequences.read_sequences(open_run(run_and_export / "run"), options)
+    assert "a.txt: 3 of 7 tokens are <unk>" in caplog.text
 
 
-def test_a_sequence_has_three_tokens_at_least(run_and_export, tmp_path, monkeypatch, caplog):
-    """A document is its letters between <bos> and <eos>; what is missing is logged."""
+def test_another_dataset_is_read_whole_from_three_tokens_on(
+    run_and_export, tmp_path, monkeypatch, caplog
+):
+    """A document is its letters between <bos> and <eos>; the run keeps its own dataset."""
     monkeypatch.setenv("PROPE_CACHE", str(tmp_path / "cache"))
     caplog.set_level("INFO", "prope")
     folder = write_documents(tmp_path / "text", "xy")
     run = open_run(run_and_export / "run")
-    run.config.data.update({"dataset": "files", "data_dir": str(folder)})
-    run.checkpoint.data = {"imported_from": "gemma"}  # so all documents are read
+    before = run.config.to_json()
 
     def read(**flags):
-        ids, *_ = sequences.read_sequences(run, analysis_options(**flags))
+        flags |= {"dataset": "files", "data_dir": str(folder)}
+        ids, _, text = sequences.read_sequences(run, analysis_options(**flags))
+        assert text == {"source": "files", "split": "all"}
         return ids
 
     documents = [[GEMMA_IDS.bos, 4 + ord(letter), GEMMA_IDS.eos] for letter in "xy"]
@@ -159,60 +162,33 @@ def test_a_sequence_has_three_tokens_at_least(run_and_export, tmp_path, monkeypa
     assert "found 2 documents of 3 tokens in split all" in caplog.text
     with pytest.raises(UsageError, match="^config.data.dataset=files: "):
         read(seq_len=2)
-
-
-def test_another_dataset_is_read_whole(run_and_export, tmp_path, monkeypatch):
-    """--dataset and --data_dir name a text that is not the run's; the run keeps its own."""
-    monkeypatch.setenv("PROPE_CACHE", str(tmp_path / "cache"))
-    folder = write_documents(tmp_path / "text", "xyz")
-    run = open_run(run_and_export / "run")
-    before = run.config.to_json()
-    options = analysis_options(dataset="files", data_dir=str(folder), seq_len=3, sequences=9)
-    ids, _, text = sequences.read_sequences(run, options)
-    assert [chr(tokens[1] - 4) for tokens in ids] == ["x", "y", "z"]
-    assert text == {"source": "files", "split": "all"}
     assert run.config.to_json() == before
 
 
 def test_windows_and_tokens_reach_to_both_ends():
-    for start, stop in ((0, 1), (0, choices.MOST), (72, 200), (199, 200)):
+    for start, stop in ((0, 1), (0, choices.MOST), (199, 200)):
         window = choices.parse_window(f"{start}:{stop}", 200)
         assert window == range(start, stop)
-    for text in ("0:0", f"0:{choices.MOST + 1}", "150:201", "200:201", "5:4"):
+    for text in ("0:0", f"0:{choices.MOST + 1}", "150:201", "5:4"):
         with pytest.raises(UsageError, match=f"^--window={text}: "):
             choices.parse_window(text, 200)
+    last = list(range(200 - choices.SHOWN, 200))
     names = np.array([["'x'"] * 200])
-
-    def choose(count: int) -> list[int]:
-        tokens = ",".join(map(str, range(200 - count, 200)))
-        options = analysis_options(tokens=tokens, paper=False)
-        return choices.choose_tokens(options, names).table
-
-    assert choose(choices.SHOWN) == list(range(200 - choices.SHOWN, 200))
+    options = analysis_options(tokens=",".join(map(str, last)), paper=False)
+    assert choices.choose_tokens(options, names).table == last
+    options.tokens += ",0"
     with pytest.raises(UsageError, match="^--tokens="):
-        choose(choices.SHOWN + 1)
+        choices.choose_tokens(options, names)
 
 
-def test_unknown_tokens_of_a_text_are_counted(run_and_export, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(ByteTokenizer, "special", GEMMA_IDS._replace(unk=4 + ord("a")))
-    (tmp_path / "a.txt").write_text("bananas")
-    run = open_run(run_and_export / "run")
-    sequences.read_sequences(run, analysis_options(text=str(tmp_path / "a.txt")))
-    assert "a.txt: 3 of 7 tokens are <unk>" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("length", "apostrophe", "window"),
-    [
+def test_the_papers_window_is_around_the_first_apostrophe():
+    for length, apostrophe, window in (
         (200, 150, range(126, 174)),
         (200, 190, range(152, 200)),
         (200, 7, range(48)),
-        (200, 0, range(48)),
         (30, 20, range(30)),
-    ],
-)
-def test_the_papers_window_is_around_the_first_apostrophe(length, apostrophe, window):
-    assert choices.parse_window(None, length, apostrophe) == window
+    ):
+        assert choices.parse_window(None, length, apostrophe) == window
 
 
 COMMANDS = [  # flags, and what the line begins with

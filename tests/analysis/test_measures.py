@@ -51,12 +51,7 @@ def test_capture_costs_nothing_where_it_is_off(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("p", "kv_heads", "block"),
-    [
-        (0.75, 1, 5),
-        pytest.param(0, 2, 128, marks=pytest.mark.slow),
-        pytest.param(1, 4, 5, marks=pytest.mark.slow),
-    ],
+    ("p", "kv_heads", "block"), [(0.75, 1, 5), pytest.param(0, 2, 128, marks=pytest.mark.slow)]
 )
 def test_measures_are_those_of_the_formula(monkeypatch, p, kv_heads, block):
     config = small(num_kv_heads=kv_heads, head_dim=KNOWN_HEAD_DIM, rope_percentage=float(p))
@@ -119,8 +114,6 @@ def test_heads_that_share_keys_are_no_independent_samples():
     assert found["rho"] == pytest.approx(by_chance[0])
     share_above = (np.abs(by_chance) >= found["rho"] - 1e-9).mean()
     assert found["p_value"] == pytest.approx(share_above, abs=0.02)
-    as_if_independent = stats.spearmanr(shares.ravel(), scores.ravel()).pvalue
-    assert as_if_independent < found["p_value"] / 2
 
 
 def test_heads_of_a_key_are_permuted_together_whatever_their_number():
@@ -128,11 +121,11 @@ def test_heads_of_a_key_are_permuted_together_whatever_their_number():
     layers = [{"query_norms": [0] * 4, "key_norms": [0] * keys} for keys in (2, 1, 2, 1)]
     permuted = census.permute_by_key(layers, np.arange(16.0), 50)
     assert len(np.unique(permuted, axis=0)) > 20
-    for row in permuted:
-        twos = row.reshape(4, 2, 2)[[0, 2]].reshape(4, 2)
-        fours = row.reshape(4, 4)[[1, 3]]
-        assert sorted(map(tuple, twos)) == [(0, 1), (2, 3), (8, 9), (10, 11)]
-        assert sorted(map(tuple, fours)) == [(4, 5, 6, 7), (12, 13, 14, 15)]
+    expected = {2: [(0, 1), (2, 3), (8, 9), (10, 11)], 4: [(4, 5, 6, 7), (12, 13, 14, 15)]}
+    for row in permuted.reshape(50, 4, 4):
+        for size, first in ((2, 0), (4, 1)):
+            blocks = row[first::2].reshape(-1, size)
+            assert sorted(map(tuple, blocks)) == expected[size]
 
 
 def measures_of(query, key) -> measures.Measures:
@@ -141,102 +134,54 @@ def measures_of(query, key) -> measures.Measures:
     return measures.Measures(query, key, key, *scores, query, query)
 
 
-@pytest.mark.parametrize(("rotated", "share"), [(0, 0), (2, 2 / 16), (4, 4 / 16), (16, 4 / 16)])
-def test_the_high_frequency_share_counts_rotated_pairs_only(rotated, share):
-    norms = np.ones((2, 16), np.float32)
-    freqs = oracles.frequencies(KNOWN_HEAD_DIM, p=rotated / 16)
-    head, _ = census.score_heads(0, freqs, measures_of(norms, norms), SCORING)
-    assert head["high_frequency_share"] == pytest.approx(share)
-
-
 # --- Channels -------------------------------------------------------------------------------------
 
 
-def test_channels_may_be_fast_pairs_that_do_not_rotate():
-    freqs = oracles.frequencies(KNOWN_HEAD_DIM) * (np.arange(16) >= 2)  # as rope_type=reversed
-    norms = np.arange(16, 0, -1.0)[None]
-    scoring = measures.Scoring(1.0, sliding_window=5)
-    found = channels.strongest_channels(0, freqs, measures_of(norms, norms), scoring, 100, 4)
-    assert [channel["pair"] for channel in found] == [0, 1, 8, 9]
-    assert found[2]["largest_rotation"] == pytest.approx(4 * freqs[8])
-
-
-@pytest.mark.parametrize(("rotated", "slow"), [(16, 8), (4, 4), (0, 0)])
-def test_channels_are_slow_or_unrotated_and_the_strongest(rotated, slow):
+@pytest.mark.parametrize("rotates", [range(16), range(4), range(2, 16)])
+def test_channels_are_slow_or_unrotated_and_the_strongest(rotates):
+    """The last ones as of rope_type=reversed: the fastest pairs do not rotate."""
     rng = np.random.default_rng(0)
     query = rng.random((4, 16))
     key = rng.random((2, 16))
     query[:, :6] += 2  # the fast ones would be chosen, if they could
-    freqs = oracles.frequencies(KNOWN_HEAD_DIM, p=rotated / 16)
-    found = channels.strongest_channels(5, freqs, measures_of(query, key), SCORING, 100, 3)
+    freqs = np.where(np.isin(np.arange(16), rotates), oracles.frequencies(KNOWN_HEAD_DIM), 0)
+    scoring = measures.Scoring(SCORING.scale, sliding_window=5)
+    found = channels.strongest_channels(5, freqs, measures_of(query, key), scoring, 100, 3)
     strength = query * np.repeat(key, 2, axis=0) * SCORING.scale
-    strengths = {place: value for place, value in np.ndenumerate(strength) if place[1] >= slow}
+    strengths = {}
+    for (head, pair), value in np.ndenumerate(strength):
+        if pair >= 8 or pair not in rotates:
+            strengths[head, pair] = value
     strongest = sorted(strengths, key=strengths.get, reverse=True)[:3]
     assert [(channel["head"], channel["pair"]) for channel in found] == strongest
-    assert [channel["strength"] for channel in found] == [strengths[key] for key in strongest]
-    for channel in found:
-        frequency = freqs[channel["pair"]]
-        assert channel["frequency"] == frequency
-        assert channel["largest_rotation"] == pytest.approx(99 * frequency)
-        assert channel["key_norm"] == key[channel["head"] // 2, channel["pair"]]
-
-
-def plain_losses(config, params, tokens):
-    """Mean loss of every sequence by the whole forward pass."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden = model.hidden_states(config, params, jnp.asarray(tokens), positions)
-    logits = oracles.float64(model.logits(config, params, hidden))
-    return oracles.mean_losses(logits, tokens)
-
-
-@pytest.mark.slow
-def test_stopping_the_slowest_rotated_pair_is_a_smaller_p(tmp_path):
-    config, params = make_run(tmp_path / "run", 0.25, num_heads=1, num_layers=1)
-    run = make_walk(tmp_path / "run")
-    losses = run.losses(run.enter(), 0)
-    channel = {"layer": 0, "head": 0, "pair": 7, "frequency": 1.0}  # the last of 8 that rotate
-    channels.ablate(run, [channel], losses)
-    config.model.rope_percentage = 7 / 32
-    apart = plain_losses(config.model, params, run.tokens) - losses
-    assert channel["stopped"]["difference"] == pytest.approx(apart.mean(), abs=1e-5)
-    stderr = apart.std(ddof=1) / len(apart) ** 0.5
-    assert channel["stopped"]["stderr"] == pytest.approx(stderr, abs=1e-5)
-    assert abs(apart.mean()) > 1e-4
+    for channel, place in zip(found, strongest, strict=True):
+        assert channel["strength"] == strengths[place]
+        assert channel["largest_rotation"] == pytest.approx(4 * freqs[place[1]])
 
 
 def test_dynamic_scaling_goes_by_the_length_that_is_read(tmp_path):
     fields = {"rope_scaling_type": "dynamic", "rope_scaling_factor": 1.0, "original_seq_len": 8}
     config, params = make_run(tmp_path / "run", 1.0, num_layers=1, **fields)
     run = make_walk(tmp_path / "run")
-    expected = plain_losses(config.model, params, run.tokens)
+    tokens = jnp.asarray(run.tokens)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden = model.hidden_states(config.model, params, tokens, positions)
+    logits = oracles.float64(model.logits(config.model, params, hidden))
+    expected = oracles.mean_losses(logits, run.tokens)
     np.testing.assert_allclose(run.losses(run.enter(), 0), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("p", "fields", "wavelengths", "slower"),
-    [
-        ((1.0, 0.5), {"rope_scaling_type": "linear", "rope_scaling_factor": 4.0}, [1e4, 1e4], 4),
-        # In sequences twice as long as training's: 2309.00071, definition 1.
-        (0.75, {"rope_scaling_type": "dynamic", "original_seq_len": 16}, [1e4 * 2 ** (64 / 62)], 1),
-    ],
-)
-def test_the_frequencies_of_an_analysis_are_those_of_the_runs_layers(
-    tmp_path, monkeypatch, p, fields, wavelengths, slower
-):
-    monkeypatch.setattr(drawing.Picture, "render", lambda self: b"")
+def test_the_frequencies_of_an_analysis_are_those_of_the_runs_layers(tmp_path):
     (tmp_path / "a.txt").write_text("What turns, and what does not.." * 9)
-    percentages = p if isinstance(p, tuple) else (p,)
-    make_run(tmp_path / "run", p, num_layers=len(percentages), **fields)
+    # In sequences twice as long as training's: 2309.00071, definition 1.
+    fields = {"rope_scaling_type": "dynamic", "original_seq_len": 16}
+    make_run(tmp_path / "run", (1.0, 0.5), num_layers=2, **fields)
     options = analysis_options(text=str(tmp_path / "a.txt"), seq_len=32, channels=0)
     found = analysis.analyse(epath.Path(tmp_path) / "run", options)
-    expected = []
-    for percentage, wavelength in zip(percentages, wavelengths, strict=True):
-        expected.append(oracles.frequencies(64, wavelength, percentage) / slower)
+    expected = [oracles.frequencies(64, 1e4 * 2 ** (64 / 62), p) for p in (1.0, 0.5)]
     np.testing.assert_allclose(found["frequencies"], expected, rtol=1e-5)
-    rotated = [int(32 * percentage) for percentage in percentages]
-    assert [layer["rotated_pairs"] for layer in found["layers"]] == rotated
+    assert [layer["rotated_pairs"] for layer in found["layers"]] == [32, 16]
     assert found["loss"] is None and found["channels"] == []
-    page.write(tmp_path / "page", found)
 
 
 # --- Six layers of two kinds, with all switches ---------------------------------------------------
@@ -313,7 +258,7 @@ def test_a_layer_is_measured_with_its_own_window_scale_cap_and_frequencies(case,
     record = found["layers"][layer]
     assert record["sliding_window"] == window
     for name in ("query_norms", "key_norms", "value_norms"):
-        np.testing.assert_allclose(record[name], expected[name], rtol=1e-4)
+        np.testing.assert_allclose(record[name], expected[name], rtol=2e-5)
     heads = [head for head in found["heads"] if head["layer"] == layer]
     after_token = expected["after_token"] / after[:, 2:].mean()
     elsewhere = expected["elsewhere"] / (~after[:, 2:window]).mean()
@@ -372,8 +317,8 @@ def test_maps_and_tables_have_the_capped_logits_of_the_window_and_capped_bounds(
     seen = oracles.causal_mask(T, window=WINDOWS[shown["layer"]])[0]
     weights = oracles.softmax(np.where(seen, logits, -np.inf))
     square = np.ix_(window, window)
-    np.testing.assert_allclose(shown["logits"], logits[square], atol=3e-4)
-    np.testing.assert_allclose(shown["map"], weights[square], atol=3e-5)
+    np.testing.assert_allclose(shown["logits"], logits[square], atol=1e-4)
+    np.testing.assert_allclose(shown["map"], weights[square], atol=1e-5)
     picture, _ = maps.maps(found, shown)
     is_hidden = np.isnan(map_values(picture)["logits"])
     np.testing.assert_array_equal(is_hidden, ~seen[square])
@@ -382,15 +327,12 @@ def test_maps_and_tables_have_the_capped_logits_of_the_window_and_capped_bounds(
     table = shown["table"]
     rows = np.array(table["positions"])
     assert rows.tolist() == [0, 1, 9, 15]
-    columns = {
-        "upper_bound": bounds[rows, rows],
-        "diagonal": logits[rows, rows],
-        "previous_upper_bound": bounds[rows[1:], rows[1:] - 1],
-        "previous_token": logits[rows[1:], rows[1:] - 1],
-    }
-    for name, values in columns.items():
-        np.testing.assert_allclose(table[name][-len(values) :], values, rtol=1e-4, atol=1e-5)
-    assert table["previous_token"][0] is None
+    for name, values in (("upper_bound", bounds), ("diagonal", logits)):
+        np.testing.assert_allclose(table[name], values[rows, rows], rtol=1e-4, atol=1e-5)
+    for name, values in (("previous_upper_bound", bounds), ("previous_token", logits)):
+        before = values[rows[1:], rows[1:] - 1]
+        np.testing.assert_allclose(table[name][1:], before, rtol=1e-4, atol=1e-5)
+        assert table[name][0] is None
 
 
 def test_channels_are_described_as_far_as_the_window_reaches(case):
@@ -453,27 +395,19 @@ def test_losses_without_a_channel_are_those_of_the_changed_formula(case):
 def test_the_page_shows_every_kind_of_layer(case, tmp_path, monkeypatch):
     monkeypatch.setattr(drawing.Picture, "render", lambda self: b"")
     found, *_ = case
-    kinds = [(kind["layers"], kind["sliding_window"]) for kind in found["kinds"]]
-    assert kinds == [([0, 1, 3, 4], W), ([2, 5], None)]
-    by_kind = [(k["max_wavelength"], k["rope_percentage"]) for k in found["kinds"]]
-    assert by_kind == [(100.0, 0.75), (10_000.0, 0.25)]
+    kinds = [
+        (kind["layers"], kind["sliding_window"], kind["max_wavelength"], kind["rope_percentage"])
+        for kind in found["kinds"]
+    ]
+    assert kinds == [([0, 1, 3, 4], W, 100.0, 0.75), ([2, 5], None, 10_000.0, 0.25)]
     (table,) = [t for t in Page(page.write(tmp_path, found)).tables if "wavelength" in t[0]]
     assert [row[-1] for row in table[1:]] == ["6 of 8", "3 of 12"]
     usage = draw_picture(page.usage(found)).axes[0]
     borders = [segment[0, 0] for segment in usage.collections[0].get_segments()]
     assert borders == [5.5, 5.5, 2.5, 5.5, 5.5, 2.5]
     heads = {(head["layer"], head["head"]) for head in found["heads"]}
-    by_head = draw_picture(page.usage_by_head(found, heads)).axes[1]
-    shown = by_head.images[0].get_array()
+    shown = map_values(page.usage_by_head(found, heads))["keys"]
     assert shown.shape == (4 * 2 + 2 * 1, 12), "rows of key heads"
-    np.testing.assert_array_equal(shown.mask.sum(axis=1), [4, 4, 4, 4, 0, 4, 4, 4, 4, 0])
-
-
-def test_a_layer_with_fewer_pairs_has_no_border_where_they_end():
-    freqs = [[1.0, 0.1], [1.0, 0.1, 0.0], [1.0, 0.0]]
-    layers = [{"layer": layer} for layer in range(3)]
-    rotated = page.rotated_by_layer({"frequencies": freqs, "layers": layers})
-    assert rotated.tolist() == [[True, True, True], [True, True, False], [True, False, False]]
 
 
 # --- Several devices -----------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def decoder_weights(queries, keys, p, first=0):
 
 
 @pytest.mark.parametrize("p", PERCENTAGES)
-@pytest.mark.parametrize("distance", [0, 1, 17, 300, LENGTH - 1])
+@pytest.mark.parametrize("distance", [0, 17, LENGTH - 1])
 def test_3_1_one_key_is_largest_at_the_distance_asked_for(p, distance):
     query = gaussians(HEAD_DIM)
     freqs = oracles.frequencies(HEAD_DIM, p=p)
@@ -124,7 +124,7 @@ def test_5_3_the_bound_is_met_if_all_others_are_nearest(distance, length, epsilo
     weights = head_weights(distance, epsilon, length, frequencies(HEAD_DIM), 1)
     query, key = (np.tile(row, (length, 1)) for row in weights)
     least = np.diagonal(decoder_weights(query, key, 1.0), -distance).min()
-    assert least == pytest.approx(1 / (1 + epsilon), rel=1e-4)
+    assert least == pytest.approx(1 / (1 + epsilon), rel=1e-5)
 
 
 # --- Semantic heads -------------------------------------------------------------------------------
@@ -261,10 +261,3 @@ def test_figure_8_curves_have_their_exact_expectation(bound, p):
     mean, error = curves["gaussian"]
     assert (np.abs(mean) < SIGMAS * error).all()
     np.testing.assert_allclose(error, 1 / math.sqrt(draws), rtol=0.12)
-
-
-def test_every_statement_of_the_paper_has_its_tests():
-    numbers = [row["statement"].split()[-1] for row in theory.STATEMENTS]
-    assert numbers == ["3.1", "3.2", "5.2", "5.3", "6.1", "B.2"]
-    for row in theory.STATEMENTS:
-        assert any(name.startswith(f"test_{row['tests']}_") for name in globals())

@@ -23,11 +23,8 @@ def grid_of(*texts, percentages=None, file=""):
         (["model.rope_percent=0"], None, "model.rope_percentage"),
         (["seed"], None, "seed"),
         (["seed="], None, "seed="),
-        ([], "", "model.rope_percentage="),
         ([], "0.5,0.50", "model.rope_percentage=0.5"),
-        (["seed=1,2,01"], None, "seed=1"),
         (["seed=1.5"], None, "seed=1.5"),
-        (["model.rope_percentage=half"], None, "model.rope_percentage=half"),
         (["model.scan_layers=2"], None, "model.scan_layers=2"),
         (["data.mixture=1"], None, "data.mixture=1"),
         (["model.rope_percentage=0"], "1", "model.rope_percentage"),
@@ -44,7 +41,6 @@ def names_of(*grids, file="") -> list[str]:
 @pytest.mark.parametrize(
     ("grid", "names"),
     [
-        ({"model.rope_percentage": [0.25, 1.0]}, ["rope_percentage=0.25", "rope_percentage=1"]),
         (
             {"seed": [0, 1], "model.rope_percentage": [0.25, 1.0]},
             [f"rope_percentage={p},seed={seed}" for seed in (0, 1) for p in ("0.25", "1")],
@@ -63,11 +59,17 @@ def test_a_name_is_made_of_the_values_alone(grid, names):
     assert sorted(names_of(reversed_grid)) == sorted(names)
 
 
-@pytest.mark.parametrize("place", ["gs://b/run", "gs://b/S/seed={seed}/x{y}"])
-def test_every_run_begins_from_another_or_from_that_of_its_own_seed(place):
-    runs = plan([{"seed": [0, 1]}], "file.py", default_config(), {}, place)
-    expected = [f"--init_from={place.replace('{seed}', seed)}" for seed in "01"]
+def test_every_run_begins_from_another_or_from_that_of_its_own_seed():
+    runs = plan([{"seed": [0, 1]}], "file.py", default_config(), {}, "gs://b/S/seed={seed}/x{y}")
+    expected = [f"--init_from=gs://b/S/seed={seed}/x{{y}}" for seed in (0, 1)]
     assert [run.arguments[-1] for run in runs] == expected
+
+
+def test_what_a_config_refuses_is_found_before_the_first_run():
+    assert "rope_percentage=1.5" in refusal(lambda: names_of({"model.rope_percentage": [0, 1.5]}))
+    swept = {"model.rope_percentage": 1.0}
+    line = refusal(lambda: read_grids([], "0", "", default_config(), swept))
+    assert "model.rope_percentage=1.0" in line
 
 
 def test_the_sweep_of_table_2_has_fourteen_runs():
@@ -76,18 +78,15 @@ def test_the_sweep_of_table_2_has_fourteen_runs():
     names = [run.name for run in runs]
     assert len(set(names)) == 14
     assert names[0] == "config=gemma_2b_wiki,rope_percentage=0"
-    assert [name.partition(",")[2] for name in names[8:]] == [
-        *["max_wavelength=500000,rope_percentage=1"] * 2,
-        *["rope_percentage=0.75,rope_type=reversed", "rope_percentage=0.75,rope_type=partial"] * 2,
-    ]
     assert {run.config.data.dataset for run in runs} == {"wikipedia/20230601.en", "mixture"}
     assert {run.config.num_steps for run in runs} == {700}
-    for run, p in zip(runs, [0, 0.25, 0.75, 1] * 2, strict=False):
-        model = run.config.model
-        assert model.rope_percentage == p
-        assert (model.rope_type, model.max_wavelength) == ("proportional", 1e4)
-    last = runs[13].config
-    assert (last.model.rope_type, last.data.dataset) == ("partial", "mixture")
+    models = [run.config.model for run in runs]
+    assert [model.rope_percentage for model in models[:8]] == [0, 0.25, 0.75, 1] * 2
+    assert [(model.rope_type, model.max_wavelength) for model in models[7:]] == [
+        ("proportional", 1e4),
+        *[("proportional", 5e5)] * 2,
+        *[("reversed", 1e4), ("partial", 1e4)] * 2,
+    ]
     assert runs[7].arguments == [
         f"--config={ROOT}/configs/gemma_2b_flan.py",
         "--config.num_steps=700",
@@ -124,17 +123,14 @@ GROUPS = [
 @pytest.mark.parametrize(
     ("run", "rope"),
     [
-        ("rope_percentage=0.25,seed=1", "p = 1"),
         ("rope_percentage=1", None),
         ("rope_percentage=1,max_wavelength=500000", "p = 1"),
-        ("rope_percentage=0.75,rope_type=partial", "p = 1"),
         ("batch_size=8,rope_percentage=0.25", "batch_size = 8, p = 1"),
         ("batch_size=9,rope_percentage=0.25", None),
         ("rope_percentage=0.25,max_wavelength=100", "p = 1, max_wavelength = 100"),
         ("config=cope,seed=0", "rope"),
         ("config=cope-tiny,seed=0", "rope-tiny"),
         ("config=cope-rates,learning_rate=0.1", None),
-        ("config=rope", None),
         ("config=gemma_2b_wiki,rope_percentage=0.25", "gemma_2b_wiki, p = 1"),
         ("seed=1", None),
     ],
@@ -153,9 +149,7 @@ def test_a_table_has_the_fields_of_all_grids():
     other.values["rope_type"] = "partial"
     rows = table([plain, other])
     assert [row["rope_type"] for row in rows] == [None, "partial"]
-    head, first, second = [line.split()[:2] for line in table_text(rows).splitlines()]
-    assert head == ["rope_percentage", "rope_type"]
-    assert (first, second) == (["1.0", "-"], ["1.0", "partial"])
+    assert "rope_type" in table_text(rows).splitlines()[0]
 
 
 def make_run(name, hashes, init="aa", loss=1.0, **fields):
@@ -217,7 +211,6 @@ def test_equality_is_read_from_the_hashes(other, says):
     [
         ({"seed": 1}, "56", "bb", {"init": 0, "batches": 0}),
         ({"model__embed_dim": 128}, "12", "bb", {"init": 0, "batches": 2}),
-        ({"batch_size": 8}, "56", "aa", {"init": 2, "batches": 0}),
         ({"data__seq_len": 64}, "56", "aa", {"init": 2, "batches": 0}),
     ],
 )
@@ -228,16 +221,10 @@ def test_runs_that_need_not_be_equal_are_not_compared(fields, hashes, init, equa
 
 def test_a_row_is_the_mean_and_the_spread_over_seeds():
     losses = [1.0, 1.5, 3.5]
-    runs = []
-    for seed, loss in enumerate(losses):
-        runs.append(make_run(str(seed), "", loss=loss, seed=seed))
+    runs = [make_run(str(seed), "", loss=loss, seed=seed) for seed, loss in enumerate(losses)]
     cut = dataclasses.replace(runs[0], name="cut", step=1)
     (row,) = table([*runs, cut])
-    assert row["runs"] == 3
-    assert row["rotated_pairs"] == 32
-    mean = statistics.mean(losses)
-    deviation = statistics.stdev(losses)
+    assert (row["runs"], row["rotated_pairs"]) == (3, 32)
     for name, factor in (("eval_loss", 1), ("perplexity", 2), ("bits_per_byte", 3)):
-        assert row[name] == pytest.approx(factor * mean)
-        assert row[f"{name}_sd"] == pytest.approx(factor * deviation)
-    assert "2.0000 ± 1.3229" in table_text([row])
+        assert row[name] == pytest.approx(factor * statistics.mean(losses))
+        assert row[f"{name}_sd"] == pytest.approx(factor * statistics.stdev(losses))

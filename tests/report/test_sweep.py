@@ -10,10 +10,10 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
 from etils import epath
 from support.commands import CONFIG, ROOT, logged, losses, refusal
+from support.sweeps import Page
 from support.text import read_lines
 
 from prope.config import default_config, from_dict
@@ -106,23 +106,13 @@ def test_runs_of_a_sweep_differ_in_p_and_in_nothing_else(whole):
         assert (record["state"], record["step"]) == ("finished", 20)
         assert record["init_hash"] and record["init_hash"] == result["runs"][0]["init_hash"]
         assert logged(run, "batch_hash") == hashes and len(hashes) == 20
+        last = read_lines(run / "eval.jsonl")[-1]
+        assert (record["eval_loss"], record["perplexity"]) == (last["loss"], last["perplexity"])
+        assert record["loss"] == losses(run)[20]
         configs.append(json.loads((run / "config.json").read_text()))
         assert configs[-1]["model"].pop("rope_percentage") == float(p)
     assert all(config == configs[0] for config in configs)
     assert result["equal"] == {"init": 3, "batches": 3, "steps": 20}
-
-
-@pytest.mark.slow
-def test_the_table_has_the_last_evaluation_of_every_run(whole):
-    directory, result = whole
-    for p, record, row in zip(PERCENTAGES, result["runs"], result["table"], strict=True):
-        run = run_of(directory, p)
-        last = json.loads((run / "eval.jsonl").read_text().splitlines()[-1])
-        assert (record["eval_loss"], record["perplexity"]) == (last["loss"], last["perplexity"])
-        assert (row["eval_loss"], row["bits_per_byte"]) == (last["loss"], last["bits_per_byte"])
-        assert record["loss"] == losses(run)[20]
-        assert (row["runs"], row["eval_loss_sd"]) == (1, None)
-    assert [row["rotated_pairs"] for row in result["table"]] == [0, 8, 16]
 
 
 def wait_until(there, process) -> None:
@@ -156,19 +146,14 @@ def test_killed_twice_a_sweep_ends_as_an_undisturbed_one(whole, start, finish, t
 
 @pytest.mark.slow
 def test_a_sweep_in_a_bucket_is_the_one_on_disk(whole, finish, run_command, bucket):
-    directory, result = whole
+    _, result = whole
     workdir = epath.Path(bucket) / "sweep"
     two = (CONFIG, "--rope_percentage=0,1", *EVERY_STEP, f"--workdir={workdir}")
     code, remote, err = finish(*two)
     assert code == 0, err
     assert remote["table"] == [result["table"][0], result["table"][2]]
     assert remote["equal"] == {"init": 2, "batches": 2, "steps": 20}
-    for p, record in zip("01", remote["runs"], strict=True):
-        assert record["workdir"] == str(run_of(workdir, p))
-        lines = (run_of(workdir, p) / "metrics.jsonl").read_text().splitlines()
-        for name in ("loss", "batch_hash"):
-            values = {metric["step"]: metric[name] for metric in map(json.loads, lines)}
-            assert values == logged(run_of(directory, p), name)
+    assert [run["workdir"] for run in remote["runs"]] == [str(run_of(workdir, p)) for p in "01"]
     code, again, err = finish(*two)
     assert (code, again) == (0, remote) and "starts" not in err
     report = run_command("prope.report", f"--sweep={workdir}")
@@ -202,7 +187,6 @@ def test_a_directory_of_another_sweep_is_refused(whole):
 
     check(three, base)
     assert "rope_percentage=0.5" in refusal(lambda: check(two, base))
-    assert "rope_percentage=0" in refusal(lambda: check([{"seed": [0, 1]}], base))
     assert "batch_size: 8, not 16" in refusal(lambda: check(three, other))
     of_a_run = run_of(directory, "0")
     line = refusal(lambda: execute.check_same_sweep(of_a_run, [], three, base))
@@ -275,28 +259,12 @@ def test_a_failed_run_does_not_stop_the_others(fake, finish):
     assert {run["state"] for run in result["runs"]} == {"failed"}
 
 
-def test_the_error_names_the_first_of_many_failed_runs(finish, tmp_path):
-    seeds = f"--grid=seed={','.join(map(str, range(40)))}"
-    code, result, err = finish(CONFIG, seeds, f"--workdir={tmp_path}/W", "--launcher=false")
-    assert code == 1 and len(result["runs"]) == 40
-    error = error_of(err)
-    assert error.count("exit code 1") == 5 and "40 of 40" in error and "35 more" in error
-
-
 @pytest.mark.slow
 def test_a_lost_run_is_started_again_and_not_for_ever(fake, finish):
     folder = fake({0: [76, -9, 1], 1: [-15] * 9, 2: [1]})
     code, _, err = finish(*SEEDS, cwd=folder)
     assert code == 1 and started(folder) == ["seed=0"] * 3 + ["seed=1"] * 4 + ["seed=2"]
     assert "seed=1 (signal SIGTERM)" in error_of(err) and "seed=0 (exit code 1" in error_of(err)
-
-
-@pytest.mark.slow
-def test_a_run_that_was_asked_to_stop_ends_the_sweep(fake, finish):
-    for code in (75, 130):
-        folder = fake({0: [1], 1: [code]})
-        assert finish(*SEEDS, cwd=folder)[0] == code
-        assert started(folder)[-2:] == ["seed=0", "seed=1"]
 
 
 @pytest.mark.slow
@@ -317,8 +285,6 @@ def test_a_sweep_hands_on_that_it_is_to_stop_and_waits(fake, start, number, code
     [
         (signal.SIGTERM, 0, 75),
         (signal.SIGINT, 0, 130),  # the run had just ended: what a stopped one would say
-        (signal.SIGTERM, 75, 75),
-        (signal.SIGINT, 130, 130),
         (signal.SIGTERM, 1, 1),
         (signal.SIGTERM, -9, 137),
     ],
@@ -454,16 +420,12 @@ class ListedCodes:
     [
         ([0], "submitted", True),
         ([1], "failed", False),
-        ([2], "failed", False),
         ([76, 0], "submitted", True),
-        ([76, 1], "failed", False),
         ([76, 76, 76, 76], "failed", False),
         ([-9], "failed", True),  # what it launched may go on
         ([75], None, False),
         ([130], None, False),
-        (["-15"], None, True),
         (["1"], None, True),
-        (["0"], None, True),
     ],
 )
 def test_what_a_launcher_that_ends_has_done(codes, state, recorded, tmp_path):
@@ -488,24 +450,9 @@ def test_a_launcher_that_cannot_be_used_is_refused_first(launcher, tmp_path):
 
 
 def test_a_job_has_a_short_name_of_its_own():
-    assert execute.job_name("W-rope_percentage=0.25") == "w-rope-percentage-0-25-56980f49"
     names = {execute.job_name(text) for text in ("x" * 98, "x" * 99, "2026-W", "ü", "-" * 40 + "x")}
     assert len(names) == 5
     assert all(re.fullmatch("[a-z][-a-z0-9]{0,38}[a-z0-9]", name) for name in names)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--rope_percentage=0,0.5,1.5"], "model.rope_percentage=1.5"),
-        (["--rope_percentage=0", "--config.model.rope_percentage=1"], "model.rope_percentage=1.0"),
-    ],
-)
-def test_what_a_config_refuses_is_found_before_the_first_run(arguments, named, finish, tmp_path):
-    code, _, err = finish(CONFIG, *arguments, f"--workdir={tmp_path}/W")
-    assert code == 2 and named in error_of(err)
-    assert not (tmp_path / "W").exists()
 
 
 @pytest.mark.slow
@@ -520,18 +467,10 @@ def test_a_sweep_of_conversions_tells_when_they_are_back(finish, trained, run_co
     (recovery,) = outcome.result["recovery"]
     assert recovery["run"] == "rope_percentage=0.25"
     assert recovery["control"] == "rope_percentage=0.75"
-    page = pathlib.Path(outcome.result["output"]).read_text()
-    assert "Recovery after conversion</h2>" in page
-    cells = re.sub(r"<[^>]*>", " ", page.partition("tokens until back")[2]).split()
-    assert cells[4:6] == ["rope_percentage=0.25", "rope_percentage=0.75"]
+    page = Page(pathlib.Path(outcome.result["output"]))
+    (table,) = [table for table in page.tables if "tokens until back" in table[0]]
     back = "not yet" if recovery["tokens"] is None else f"{recovery['tokens']:,}"
-    assert cells[6] == back.split()[0]
-    losses = {"0.25": [], "0.75": []}
-    before = []
-    for p, own in losses.items():
-        for record in read_lines(run_of(tmp_path / "sweep", p) / "eval.jsonl"):
-            (before if record.get("encoding") == "init_from" else own).append(record["loss"])
-    assert before == losses["0.75"][:1], "the model as it was, in the run that converts it"
-    gaps = np.subtract(*losses.values())
-    step = 8 * 64
-    np.testing.assert_allclose(recovery["gaps"], np.stack([[0, 4 * step, 8 * step], gaps], axis=1))
+    assert table[1][:3] == ["rope_percentage=0.25", "rope_percentage=0.75", back]
+    evaluations = read_lines(run_of(tmp_path / "sweep", "0.25") / "eval.jsonl")
+    steps = [record["step"] for record in evaluations if not record.get("encoding")]
+    assert [tokens for tokens, _ in recovery["gaps"]] == [step * 8 * 64 for step in steps]
