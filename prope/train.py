@@ -55,11 +55,10 @@ from prope.encodings import describe
 from prope.errors import UsageError, log, warn_if_unwritten
 from prope.inference.losses import LossEvaluation
 from prope.inference.paired import sums_folder
-from prope.optimizer import warmup_steps
 from prope.runtime.environment import check_environment
 from prope.runtime.files import as_path
 from prope.runtime.memory import check_activations, check_memory
-from prope.runtime.processes import call_on_first, check_count, is_first, leave
+from prope.runtime.processes import call_on_first, check_count, is_first, leave, raise_on_all
 from prope.runtime.profiler import Profiler
 from prope.runtime.progress import compiling
 from prope.runtime.session import Session
@@ -139,22 +138,22 @@ class Training:
         self.session = session
         self.config = config
         self.path = path
-        with session.raise_on_all():
+        with raise_on_all():
             stop = session.interrupts.ask_to_stop
             self.lease = session.enter_context(open_workdir(path, config, stop))
         self.source = open_source(config, path, init_from)
-        with session.raise_on_all():  # processes wait for one another here
+        with raise_on_all():  # processes wait for one another here
             vocab_size = config.model.vocab_size
             self.windows = open_windows(config.data, vocab_size, "train")
             validation = open_windows(config.data, vocab_size, "validation")
-        with session.raise_on_all():
+        with raise_on_all():
             check_count()
             validate_devices(config, jax.devices())
             check_activations(config, _MEMORY_ADVICE)
             self.prepared = prepare(config, jax.devices())
         self.evaluation = LossEvaluation(self.prepared.config, validation)
         session.attach(path, self.prepared.mesh)
-        with session.raise_on_all():
+        with raise_on_all():
             self.check_disk()
             log_run(config, self.windows)
 
@@ -169,12 +168,11 @@ class Training:
         self.start, params, opt_state, self.init_hash = start_or_resume(
             config, self.checkpoints, self.source, self.prepared, self.windows
         )
-        with session.raise_on_all():
+        with raise_on_all():
             if is_first():
                 if self.source and self.start == 0:
                     record_source(self.path, self.source)
                 write_config(self.path, config)
-        _log_warmup(config)
         self.stop = max(self.start, min(config.num_steps, stop_at_step or config.num_steps))
         flops = model_flops_per_token(config.model, config.data.seq_len)
         peak = peak_flops(jax.devices()[0].device_kind)
@@ -258,7 +256,7 @@ class Training:
         identity = {"config": self.config.to_dict(), "init_hash": self.init_hash}
         data = data_state(self.config, self.windows, step)
         with self.writer.pause():
-            with self.session.raise_on_all():
+            with raise_on_all():
                 self.check_disk()  # again: disks fill up while runs go on
             call_on_first(lambda: self.lease.check())  # which only the first one has
             self.checkpoints.save(step, params, opt_state, identity, data)
@@ -349,15 +347,6 @@ def resume(
         checkpoints.set_aside(damaged)
     log.info("resumed from step %d", step)
     return state
-
-
-def _log_warmup(config: ConfigDict) -> None:
-    """Logs the steps of warmup where the run is too short for the config's."""
-    asked = config.optimizer.warmup_steps
-    warmup = warmup_steps(config)
-    if warmup != asked:
-        text = "optimizer.warmup_steps=%d in a run of %d steps: warmup takes %d"
-        log.info(text, asked, config.num_steps, warmup)
 
 
 def main() -> dict | None:

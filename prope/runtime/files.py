@@ -18,7 +18,6 @@ import shutil
 import stat
 import tempfile
 import time
-import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -43,6 +42,10 @@ _NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 # Seconds before a failed read is tried again: an outage of 4 minutes is outlasted.
 _PAUSES = (1, 2, 4, 8, 16, *[32] * 7)
 _OUTAGE_SECONDS = 300  # after which nothing is tried again: a library may have repeated, too
+_REMEDY = (
+    "see to the storage (of gs://, log in: gcloud auth application-default login), then run the "
+    "same command again"
+)
 _MAX_REFUSALS = 3  # tries again where a login or a permission may be missing for a moment
 
 # How TensorStore's errors begin that may tell of what is stored, unless a code of the operating
@@ -74,16 +77,11 @@ def is_url(place: epath.PathLike) -> bool:
 def as_path(field: str, place: epath.PathLike) -> epath.Path:
     """Returns the place that a flag, a config field or a variable names as a path.
 
-    `~` is expanded, and file:///folder is /folder. Raises UsageError for what is empty, another
+    `~` is expanded. Raises UsageError for what is empty, another
     kind of URL, a URL that libraries would read as a pattern or cut, or a path to write to with
     [ ] * or ? in it.
     """
     text = os.fspath(place)
-    if text.startswith("file:/"):
-        host, slash, below = text.removeprefix("file:").removeprefix("//").partition("/")
-        if not slash or host not in ("", "localhost"):
-            raise usage_error(field, text, "names a host", "write file:///FOLDER, or /FOLDER")
-        text = f"/{urllib.parse.unquote(below)}"
     if not text or not text.isprintable():
         problem = "must be a path or a URL, without control characters"
         raise usage_error(field, ascii(text)[1:-1], problem)
@@ -187,9 +185,8 @@ def retry_reads(path: epath.PathLike, read: Callable[[], T], missing: T | None =
             is_refused = _is_refused(error) and failures >= _MAX_REFUSALS
             is_last = failures >= len(_PAUSES) or time.monotonic() > end
             if is_final or is_refused or is_last:
-                remedy = f"{_remedy(path)}, then run the same command again"
                 kind = RunFailed if is_final else StorageFailed
-                raise kind(f"{problem}; nothing was changed: {remedy}") from error
+                raise kind(f"{problem}; nothing was changed: {_REMEDY}") from error
         log.warning("%s; trying again in %d s", problem, _PAUSES[failures])
         time.sleep(_PAUSES[failures])
         failures += 1
@@ -246,14 +243,6 @@ def _reason(error: Exception) -> str:
     return first_line(error)
 
 
-def _remedy(path: epath.PathLike) -> str:
-    if not str(path).startswith("gs://"):
-        return "see to the storage"
-    bucket = "/".join(str(path).split("/")[:3])
-    login = "log in with gcloud auth application-default login"
-    return f"{login}, and see whether gcloud storage ls {bucket} answers"
-
-
 def check_writable(setting: str, path: epath.PathLike) -> None:
     """Creates a directory; raises UsageError about `setting` if nothing can be written there.
 
@@ -269,13 +258,10 @@ def check_writable(setting: str, path: epath.PathLike) -> None:
     except Exception as error:
         if not is_storage_error(error):
             raise
-        remedy = _remedy(path) if is_url(path) else ""
+        problem = f"cannot be made: {_reason(error)}"
         if is_url(path) and not (_is_refused(error) or isinstance(error, FileNotFoundError)):
-            problem = f"cannot be written: {_reason(error)}"
-            raise StorageFailed(
-                f"{path}: {problem}; {remedy}, then run the same command again"
-            ) from error
-        raise usage_error(setting, path, f"cannot be made: {_reason(error)}", remedy) from error
+            raise StorageFailed(f"{path}: {problem}; {_REMEDY}") from error
+        raise usage_error(setting, path, problem, _REMEDY) from error
 
 
 def read_text(flag: str, path: str, remedy: str) -> str:

@@ -121,9 +121,9 @@ class RecordFiles(contextlib.ExitStack):
 
 
 class EventFiles(contextlib.AbstractContextManager):
-    """Writes numbers for TensorBoard, in files that are complete after some size.
+    """Writes numbers for TensorBoard, to a file.
 
-    At a URL they are written on the local disk first. tensorboardX's own SummaryWriter writes in a
+    At a URL it is written on the local disk first. tensorboardX's own SummaryWriter writes in a
     thread that a full disk ends, and then waits for it for ever.
     """
 
@@ -135,7 +135,6 @@ class EventFiles(contextlib.AbstractContextManager):
         self._first_step = first_step
         self._unwritten: list[tuple[float, int, str, float]] = []  # time, step, tag, value
         self._file = None
-        self._number = 0
         # It imports torch where that is installed, which takes seconds: beside a compilation.
         self._import = threading.Thread(
             target=importlib.import_module, args=["tensorboardX.event_file_writer"]
@@ -158,26 +157,18 @@ class EventFiles(contextlib.AbstractContextManager):
         from tensorboardX.summary import scalar
 
         if self._file is None:
-            self._file = EventsWriter(str(self._folder / "events"), f".{self._number}")
-            if self._number == 0:
-                start = SessionLog(status=SessionLog.START)
-                event = Event(wall_time=time.time(), step=self._first_step, session_log=start)
-                self._file.write_event(event)
-            self._number += 1
+            self._file = EventsWriter(str(self._folder / "events"))
+            start = SessionLog(status=SessionLog.START)
+            event = Event(wall_time=time.time(), step=self._first_step, session_log=start)
+            self._file.write_event(event)
         while self._unwritten:
             wall_time, step, tag, value = self._unwritten[0]
             event = Event(wall_time=wall_time, step=step, summary=scalar(tag, value))
             self._file.write_event(event)
             self._unwritten.pop(0)
         self._file.flush()
-        if self._scratch is None:
-            return
-        upload(epath.Path(self._folder), self._target)
-        (path,) = self._folder.iterdir()
-        if path.stat().st_size > _SMALL_BYTES:
-            self._file.close()
-            self._file = None
-            path.unlink()
+        if self._scratch:
+            upload(epath.Path(self._folder), self._target)
 
     def __exit__(self, *error):
         if self._file:
@@ -340,17 +331,9 @@ class MetricWriter(contextlib.ExitStack):
 
     def _show(self, record: dict) -> None:
         """Shows a logged step on the terminal or in the log."""
-        memory = record["memory_bytes"]
-        figures = {
-            "{:,.0f} tokens/s": record["tokens_per_second"],
-            "{:.3g} s/step": record["step_seconds"],
-            "{:.3g} TFLOP/s/device": record["model_tflops_per_second_per_device"],
-            "MFU {:.1%}": record["mfu"],
-            "{:.2f} GB": memory and memory / 1e9,
-            "data wait {:.1f} ms": record["data_wait_ms"],
-        }
-        known = [text.format(value) for text, value in figures.items() if value is not None]
-        speed = ", ".join(known)
+        speed = f"{record['tokens_per_second']:,.0f} tokens/s, {record['step_seconds']:.3g} s/step"
+        if record["mfu"] is not None:
+            speed += f", MFU {record['mfu']:.1%}"
         loss = record["loss"]
         self._bar.set_postfix_str(f"loss {loss:.4f}, {speed}")
         if self._bar.disable:

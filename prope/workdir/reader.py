@@ -131,18 +131,14 @@ class CheckpointReader:
         for item, tree in abstract.items():
             ours = array_shapes(tree)
             saved = self._hashes["shapes"][item]
-            differing = sorted(
-                path for path in ours.keys() | saved.keys() if ours.get(path) != saved.get(path)
-            )
-            if differing:
-                path = differing[0]
+            for path in sorted(ours.keys() | saved.keys()):
                 theirs = saved.get(path, "absent")
-                what = f"{path} is {theirs} in the checkpoint and {ours.get(path, 'absent')} here"
-                more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
-                problem = f"{item} is of other code or another optimizer: {what}{more}"
-                remedy = "use the code that saved it"
-                if item == "opt_state":  # the parameters may be read without it
-                    remedy += ", or start in a new --workdir with --init_from"
+                here = ours.get(path, "absent")
+                if theirs == here:
+                    continue
+                what = f"{path} is {theirs} in the checkpoint and {here} here"
+                problem = f"{item} is of other code or another optimizer: {what}"
+                remedy = "use the code that saved it, or start in a new --workdir with --init_from"
                 raise UsageError(f"{self._folder}: {problem}; {remedy}")
 
     def open(self, **abstract) -> None:

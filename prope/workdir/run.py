@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import pathlib
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -121,10 +120,6 @@ def open_workdir(
     """
     _read_same(path, config)
     is_new = not path.exists()
-    created = []
-    if not is_url(path):
-        folder = pathlib.Path(path)
-        created = [folder for folder in (folder, *folder.parents) if not folder.exists()]
     lease = None
     if processes.is_first():  # several would remove what another one writes to try it
         check_writable("--workdir", path)
@@ -140,9 +135,6 @@ def open_workdir(
         if lease and is_new and not read_jsonl(path / "metrics.jsonl"):
             lease.stop()
             path.rmtree(missing_ok=True)
-        for folder in created:
-            with contextlib.suppress(OSError):  # not empty, or another process has removed it
-                folder.rmdir()
         raise
     finally:
         if lease:

@@ -1,6 +1,5 @@
 """A flipped byte anywhere in a run's files is refused, or changes nothing, however it is read."""
 
-import asyncio
 import contextlib
 import errno
 import functools
@@ -10,7 +9,6 @@ import re
 import shutil
 import ssl
 
-import aiohttp
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -311,19 +309,12 @@ def http(code):
 
 # What reading says where nothing is wrong with the checkpoint: (what is read, the error).
 NO_DAMAGE = [
-    *[("small file", http_error(code)) for code in (400, 403, 429, 503)],
+    *[("small file", http_error(code)) for code in (403, 503)],
     ("small file", OSError("Forbidden: b/o\nno access for a moment")),
-    ("small file", ValueError("Bad Request: b/o\nthe token is invalid")),
-    ("small file", aiohttp.ClientPayloadError("Response payload is not completed")),
     ("small file", ssl.SSLError("certificate verify failed")),
-    ("small file", OSError(errno.EMFILE, "Too many open files")),
-    ("list", OSError(errno.ESTALE, "Stale file handle")),
     ("array", array_error("", "Bad Request", http(400))),
     ("array", array_error("PERMISSION_DENIED", "Forbidden", http(403))),
-    ("array", array_error("FAILED_PRECONDITION", "Payload Too Large", http(413))),
     ("array", array_error("ABORTED", "All 32 retry attempts failed: Too Many Requests")),
-    ("array", array_error("UNKNOWN", "CURL error SSL peer certificate was not OK")),
-    ("array", array_error("FAILED_PRECONDITION", "open", " [os_error_code='24']")),
     ("array", array_error("DATA_LOSS", "read", " [os_error_code='5']")),
 ]
 
@@ -345,12 +336,7 @@ def test_what_the_storage_says_is_not_damage(run, monkeypatch, pauses, caplog, k
 @pytest.mark.parametrize("kind", ["small file", "array"])
 @pytest.mark.parametrize(
     "error",
-    [
-        MemoryError("Unable to allocate 7.45 GiB"),
-        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."),
-        asyncio.CancelledError(),
-        KeyboardInterrupt(),
-    ],
+    [MemoryError("Unable to allocate 7.45 GiB"), KeyboardInterrupt()],
     ids=lambda error: type(error).__name__,
 )
 def test_what_this_process_lacks_is_not_damage(run, monkeypatch, kind, error):
@@ -363,8 +349,6 @@ def test_what_this_process_lacks_is_not_damage(run, monkeypatch, kind, error):
     "error",
     [
         array_error("NOT_FOUND", "Gone", http(410)),
-        array_error("OUT_OF_RANGE", "an object is cut short", http(416)),
-        array_error("NOT_FOUND", "no file", " [os_error_code='2']"),
         array_error("DATA_LOSS", "CRC-32C checksum verification failed"),
         array_error("FAILED_PRECONDITION", "Truncated Zstd-compressed stream"),
         array_error("", "Error parsing object member shape"),
@@ -378,7 +362,7 @@ def test_what_is_missing_or_cannot_be_decoded_is_damage(run, monkeypatch, pauses
     assert "checkpoint 20 is damaged (params: " in caplog.text
 
 
-@pytest.mark.parametrize("content", ["folder", "[]", "7", "null", "[" * 100_000])
+@pytest.mark.parametrize("content", ["folder", "[]", "[" * 100_000])
 @pytest.mark.parametrize("name", ["hashes.json", "config/metadata"])
 def test_a_json_file_that_is_something_else_is_damage(run, tmp_path, caplog, name, content):
     copy = shutil.copytree(run, tmp_path / "run")

@@ -247,25 +247,6 @@ def test_a_disk_that_fills_up_while_saving(start, train, small_disk):
 
 
 @pytest.mark.slow
-def test_a_token_store_that_was_replaced(copy, whole, train, cache_dir, tmp_path):
-    """What a store says of itself tells; without it, it is made again, the same."""
-    checkpoint = copy / "checkpoints" / "20"
-    fingerprint = json.loads((checkpoint / "data" / "metadata").read_text())["fingerprint"]
-    name = f"python-docs-{fingerprint}"
-    cache = tmp_path / "cache"  # other tests keep other stores in theirs
-    store = shutil.copytree(cache_dir / name, cache / name)
-    index = json.loads((store / "index.json").read_text())
-    (store / "index.json").write_text(json.dumps(index | {"fingerprint": "0" * 16}))
-    shutil.rmtree(checkpoint)
-    refused = train(copy, LOG, PROPE_CACHE=str(cache))
-    assert "was changed or copied; remove it to have it prepared again" in refused.error
-    shutil.rmtree(store)
-    resumed = train(copy, LOG, PROPE_CACHE=str(cache))
-    assert resumed.code == 0, resumed.stderr
-    assert losses(copy) == losses(whole[0])
-
-
-@pytest.mark.slow
 def test_a_late_start_is_as_fast_as_an_early_one(train, tmp_path):
     """The batch of a step is a function of the step: at a million, nothing is read again."""
     step = 1_000_000

@@ -13,15 +13,7 @@ import jax
 import numpy as np
 import pytest
 from support.commands import CONFIG, ROOT, devices_flags, finish, flipped, logged, losses
-from support.processes import (
-    LOGGED,
-    QUICK,
-    WIDE,
-    line_of,
-    pod_environments,
-    start_patched,
-    start_two_patched,
-)
+from support.processes import LOGGED, QUICK, WIDE, line_of, pod_environments, start_two_patched
 from support.text import read_lines
 
 from prope.workdir.checkpoints import Checkpoints
@@ -250,16 +242,6 @@ def test_bad_input_of_one_process_ends_both(run_pod, trained, tmp_path):
     for outcome in run_pod([tmp_path / "new", tmp_path / "run"], "--config.seed=1"):
         assert outcome.code == 2
         assert "holds a run of another config (seed: 0, not 1)" in line_of(outcome)
-
-
-def test_a_process_that_libtpu_has_joined_to_others_is_refused(tmp_path, cache_dir):
-    """It is started by hand on a host of a pod, where JAX finds the others without being told."""
-    patch = "import jax; jax.process_count = lambda: 4"
-    process = start_patched(patch, tmp_path / "run", PROPE_CACHE=str(cache_dir))
-    _, stderr = process.communicate(timeout=300)
-    assert process.returncode == 2
-    assert re.fullmatch("error: PROPE_PROCESSES is 1, .*=auto.*", stderr.splitlines()[-1])
-    assert not (tmp_path / "run").exists()
 
 
 # The disk is full for the second check, in `save`: the others would wait for this one there.

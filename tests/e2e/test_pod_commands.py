@@ -303,12 +303,6 @@ def test_an_error_of_one_process_ends_both_with_one_line(refused_by_pod, wide, t
         assert "no such checkpoint" in line
 
 
-def test_a_host_that_does_not_see_the_run(refused_by_pod, wide, tmp_path):
-    workdirs = [f"--workdir={wide}", f"--workdir={tmp_path}"]
-    for line in refused_by_pod("prope.sample", workdirs, "--prompt=a"):
-        assert f"--workdir={tmp_path}: no run there" in line
-
-
 # Every process checks the files of params that hold its shards; the first reads data for all.
 @pytest.mark.parametrize(("item", "step"), [("data", 4), ("params", 2)])
 def test_a_checkpoint_that_is_damaged_on_one_host_is_passed_over_by_both(

@@ -2,7 +2,6 @@
 
 import errno
 import functools
-import json
 import shutil
 import time
 
@@ -16,7 +15,6 @@ from support.models import same
 from support.runs import NO_WINDOWS, make_run, restore_training, save_checkpoints
 
 from configs.quickstart import get_config
-from prope import sharding
 from prope import step as step_lib
 from prope import train as train_lib
 from prope.errors import RunFailed, UsageError
@@ -28,7 +26,7 @@ from prope.step import init_state, prepare
 from prope.workdir import checkpoints as checkpoints_lib
 from prope.workdir.checkpoints import Checkpoints, save_imported
 from prope.workdir.hashes import hash_arrays
-from prope.workdir.reader import CheckpointReader, Damaged
+from prope.workdir.reader import CheckpointReader
 from prope.workdir.run import open_run, read_config
 from prope.workdir.source import INIT_FROM
 
@@ -53,6 +51,8 @@ def test_the_first_checkpoint_of_a_run_is_read_back(tmp_path, monkeypatch, reaso
     says = f"run/checkpoints/1: was written, and cannot be read back .{reason}"
     with pytest.raises(RunFailed, match=says):
         save_checkpoints(tmp_path / "run", config, {1: params})
+    with pytest.raises(RunFailed, match="imported/checkpoints/0: .*cannot be read back"):
+        save_imported(epath.Path(tmp_path / "imported"), params, config.to_dict(), {})
     # Later ones are not waited for.
     save_checkpoints(tmp_path / "whole", config, {8: params})
 
@@ -60,19 +60,14 @@ def test_the_first_checkpoint_of_a_run_is_read_back(tmp_path, monkeypatch, reaso
 # What saving meets, and the exit code: 76 where launchers may start again.
 SAVING = [
     (OSError(errno.EIO, "Input/output error"), 76),
-    (ValueError("UNAVAILABLE: 503 from the bucket"), 76),
     (ValueError("Bad Request [http_response_code='400']"), 76),
     (ValueError("FAILED_PRECONDITION: Failed to write [os_error_code='107']"), 76),
     (HttpError({"code": 403, "message": "says the bucket"}), 76),
     (ValueError("UNKNOWN: Failed to write: No space left on device [os_error_code='28']"), 1),
     (ValueError("PERMISSION_DENIED: Failed to open [os_error_code='13']"), 1),
-    (PermissionError(errno.EACCES, "Permission denied"), 1),
     (OSError(errno.EROFS, "Read-only file system"), 1),
-    (TypeError("an error of the program"), None),
-    (KeyError("an error of the program"), None),
     (ValueError("an error of the program"), None),
     (jax.errors.JaxRuntimeError("INTERNAL: an error of the device"), None),
-    (MemoryError("Unable to allocate 7.45 GiB"), None),
 ]
 
 
@@ -185,13 +180,6 @@ def test_the_state_of_each_optimizer_is_restored_and_of_no_other(tmp_path, monke
         assert "damaged" not in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_run_of_before_there_was_a_choice_is_adamws(tmp_path):
-    values = get_config("tiny").to_dict()
-    del values["optimizer"]["name"]
-    (tmp_path / "config.json").write_text(json.dumps({"format": 3} | values))
-    assert read_config(epath.Path(tmp_path)).optimizer.name == "adamw"
-
-
 # What other code might make: the path of a row of parameters and its change.
 OTHER_CODE = {
     "one more": {"layers/extra_norm/scale": TABLE["layers/pre_ffw_norm/scale"]},
@@ -227,17 +215,6 @@ def test_parameters_of_other_code_are_refused_by_all_that_read_them(
         with pytest.raises(UsageError, match=rf"checkpoints/7: params .*{path}"):
             read()
     assert not (tmp_path / "hf").exists()
-
-
-def test_another_dtype_is_not_damage(tmp_path):
-    """As where JAX_ENABLE_X64 makes parameters of float64: the line names both."""
-    _, params = make_run(tmp_path / "run")
-    folder = tmp_path / "run/checkpoints/7"
-    wide = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), params)
-    abstract = sharding.with_shardings(wide, sharding.make_mesh())
-    with pytest.raises(UsageError, match="is float32.*bfloat16") as raised:
-        CheckpointReader(folder).restore(params=abstract)
-    assert not isinstance(raised.value, Damaged)
 
 
 @pytest.mark.parametrize(

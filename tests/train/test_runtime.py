@@ -1,6 +1,5 @@
 """Timers, votes and start of a run, with a clock that the test sets; a device's memory."""
 
-import contextlib
 import ctypes
 import importlib
 import json
@@ -14,14 +13,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from etils import epath
 from support.commands import ROOT
 from support.heads import make_walk
 from support.runs import evaluate_run, make_run
-from support.text import write_lines
 
 from prope.config import default_config
-from prope.errors import UsageError
 from prope.hf import exporter
 from prope.runtime import interrupts, memory, processes, startup, watchdog
 from prope.runtime.session import Session
@@ -166,28 +162,6 @@ def test_a_program_on_a_cpu_runs_again_in_the_memory_of_its_last_run():
     assert int(done.stdout) < 1000, done.stderr  # 81 MB are 19,775 pages
 
 
-@pytest.mark.parametrize("fails", [(False, False), (False, True), (True, False), (True, True)])
-@pytest.mark.parametrize("this", [0, 1])
-def test_an_error_of_one_process_counts(monkeypatch, fails, this):
-    errors = [f"bad input {process}" if fails[process] else "" for process in (0, 1)]
-
-    def allgather(error):
-        assert error.tobytes().decode().strip() == errors[this]
-        rows = [text.encode().ljust(len(error)) for text in errors]
-        return np.array([np.frombuffer(row, np.uint8) for row in rows])
-
-    monkeypatch.setattr(processes, "_count", 2)
-    monkeypatch.setattr(processes, "wait", lambda: None)
-    monkeypatch.setattr(processes.multihost_utils, "process_allgather", allgather)
-    expected = contextlib.nullcontext()
-    if any(fails):
-        line = errors[this] or f"process {1 - this}: {errors[1 - this]}"
-        expected = pytest.raises(UsageError, match=f"^{line}$")
-    with expected, processes.raise_on_all():
-        if fails[this]:
-            raise UsageError(errors[this])
-
-
 def test_speed_leaves_out_pauses(clock, tmp_path, config):
     """Steps of 10 s, with an evaluation of 1000 s after the second one."""
     config.log_every = 1
@@ -234,28 +208,6 @@ def test_an_evaluation_without_numbers_is_written_and_shown(tmp_path, caplog, co
     assert [summary[name] for name in ("eval_loss", *names)] == 4 * [None]
     assert "step 2: validation loss 2.0000\n" in caplog.text
     assert "step 4: validation without a predicted token" in caplog.text
-
-
-def test_records_for_all_processes_are_read_by_the_first(tmp_path, monkeypatch, config):
-    monkeypatch.setattr(processes, "_count", 2)
-    monkeypatch.setattr(processes, "_index", 1)
-    monkeypatch.setattr(processes, "_wait_for_value", lambda key: '{"value": 3}')
-    monkeypatch.setattr(metrics, "read_jsonl", lambda path: pytest.fail("read by another host"))
-    with metrics.MetricWriter(config, tmp_path, 0, 4, 1e6, None) as writer:
-        assert writer._skips_in_a_row == 3
-
-
-@pytest.mark.parametrize(("step", "in_a_row"), [(4, 0), (5, 3), (6, 0)])
-def test_skips_in_a_row_end_with_the_step_that_a_run_resumes_from(tmp_path, step, in_a_row):
-    write_lines(tmp_path / "skips.jsonl", [{"step": 5, "in_a_row": 3}])
-    assert metrics._skips_before(epath.Path(tmp_path), step) == in_a_row
-
-
-def test_a_summary_without_an_evaluation_has_nulls(tmp_path, config):
-    with metrics.MetricWriter(config, tmp_path, 0, 4, 1e6, None) as writer:
-        summary = writer.summary("0" * 16)
-    names = ("eval_loss", "perplexity", "bits_per_byte", "unigram_bits_per_byte", "loss")
-    assert [summary[name] for name in names] == 5 * [None]
 
 
 def test_the_commit_is_gits_or_the_one_that_was_told(monkeypatch):
