@@ -28,18 +28,15 @@ _OUTAGES = (
     *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH),
 )
 
-# Other packages are always installed.
-_EXTRAS = {"'.[hf]'": ("torch", "transformers"), "'.[tpu]'": ("libtpu",), "'.[gcs]'": ("gcsfs",)}
 # What libraries raise for a file that is not what it should be.
 _BAD_DATA = UnicodeError | EOFError | json.JSONDecodeError | zipfile.BadZipFile | zlib.error
 _OF_TENSORSTORE = re.compile(
     r"(NOT_FOUND|PERMISSION_DENIED|UNAUTHENTICATED|DATA_LOSS|UNAVAILABLE|ABORTED|INTERNAL|UNKNOWN"
     r"|DEADLINE_EXCEEDED|FAILED_PRECONDITION|ALREADY_EXISTS|OUT_OF_RANGE): "
 )
-_FREE_SPACE = (
-    "what was saved before is whole: free some space, then run the same command again"  # remedy
-)
-_LESS_MEMORY = (  # remedy
+# Remedies.
+_FREE_SPACE = "what was saved before is whole: free some space, then run the same command again"
+_LESS_MEMORY = (
     "lower the batch size or the length of the windows; training also takes a higher "
     "config.accumulation or config.model.remat=full; "
     "python -m prope.plan computes what fits"
@@ -178,12 +175,7 @@ def _missing_package(error: ImportError) -> UsageError | None:
     if missing is None or missing[1] == "prope":
         return None
     package = missing[1]
-    extra = "."
-    for name, packages in _EXTRAS.items():
-        if package in packages:
-            extra = name
-    install = f"pip install -e {extra} in the clone"
-    return UsageError(f"the Python package {package} is not installed: {install}")
+    return UsageError(f"the Python package {package} is not installed: pip install {package}")
 
 
 def first_line(error: Exception) -> str:

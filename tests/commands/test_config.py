@@ -256,8 +256,6 @@ def test_the_controlled_encodings_are_those_of_the_other_page():
             assert config.model.use_qk_norm
         assert names <= allowed
         assert config.optimizer.learning_rate in page["RATES"]
-    others = {"full": 10, "tiny": 1, "rates": 2, "python": 4}
-    assert {size: len(page["get_sweep"](size)["seed"]) for size in page["SIZES"]} == others
     chosen = {*page["SEEDS"]["rates"]}
     assert chosen.isdisjoint(page["SEEDS"]["full"]), "rates are chosen on other seeds"
     assert page["get_config"]("rope-python").data.dataset == "python_source"
@@ -282,8 +280,6 @@ def test_slow_pairs_turn_as_often_as_they_say():
     for name in ("narrow", "narrow_4"):
         narrow = page["get_config"](f"{name}-10000-512").model
         np.testing.assert_allclose(layer_frequencies(narrow)[0], rotated, rtol=1e-6)
-    dense = layer_frequencies(page["get_config"]("dense-10000-512").model)[0]
-    assert dense.min() == pytest.approx(rotated.min()) and len(dense) == 32
     with pytest.raises(ValueError, match="^cutoff_2-100-512: "):
         page["get_config"]("cutoff_2-100-512")
 
@@ -297,14 +293,6 @@ def test_the_slowest_pair_of_each_stage_turns_once_in_a_window():
             config.batch_size * config.data.seq_len == 2**22
             and config.model.rope_percentage == 0.75
         )
-    changed = [
-        {line.partition(":")[0] for line in differences(pages[0], page)} for page in pages[1:]
-    ]
-    assert all(
-        {n for n in names if n.startswith(("model.", "data."))}
-        == {"model.max_wavelength", "data.seq_len"}
-        for names in changed
-    )
 
 
 def test_a_small_size_brings_its_own_text():
@@ -345,20 +333,14 @@ def test_attention_is_chosen_for_each_kind_of_layer(platform, requested, expecte
     assert (model.attention, model.global_attention) == expected
 
 
-def test_attention_is_chosen_for_the_device():
+@pytest.mark.parametrize(("platform", "expected"), [("tpu", "splash"), ("gpu", "xla")])
+def test_attention_that_masks_documents_is_chosen_for_the_device(platform, expected):
     config = default_config()
     config.update_from_flattened_dict({"model.dtype": "bfloat16", "model.head_dim": 128})
-    cpu = jax.devices()[0]
-    tpu = SimpleNamespace(platform="tpu")
-    gpu = SimpleNamespace(platform="gpu", compute_capability="9.0")
-
-    def chosen(*devices):
-        return [resolve_attention(config, device).model.attention for device in devices]
-
-    assert chosen(cpu, tpu, gpu) == ["xla", "splash", "cudnn"]
-    assert config.model.attention == "auto"
     config.data.mask_documents = True
-    assert chosen(tpu, gpu) == ["splash", "xla"]
+    device = SimpleNamespace(platform=platform, compute_capability="9.0")
+    assert resolve_attention(config, device).model.attention == expected
+    assert config.model.attention == "auto"
 
 
 def test_what_makes_another_run():

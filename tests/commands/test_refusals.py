@@ -299,14 +299,6 @@ def test_json_that_is_nested_too_deep_is_refused(tmp_path, content):
     assert read_jsonl(path) == []
 
 
-@pytest.mark.parametrize("error", [OSError("Forbidden: b/o"), ValueError("Bad Request: b/o")])
-def test_a_text_that_the_storage_refuses_is_one_line(tmp_path, monkeypatch, error):
-    """gcsfs's errors have no number."""
-    monkeypatch.setattr(type(epath.Path()), "read_bytes", lambda _: (_ for _ in ()).throw(error))
-    line = refusal(lambda: read_text("text", f"{tmp_path}/a", "give a file"))
-    assert f"--text={tmp_path}/a" in line and str(error) in line
-
-
 def test_a_config_that_is_nested_is_refused(tmp_path):
     values = deep = {}
     for _ in range(400):

@@ -278,17 +278,6 @@ def test_records_that_no_checkpoint_explains_are_kept(
         assert len(read_lines(tmp_path / f"{name}.jsonl")) == 2
 
 
-@pytest.mark.parametrize(("last", "starts"), [(10, True), (11, False)])
-def test_records_in_a_bucket_that_no_checkpoint_explains_are_kept(bucket, last, starts):
-    place = epath.Path(bucket)
-    write_config(place, small_config())
-    (place / "metrics.jsonl").write_text(json.dumps({"step": last}))
-    outcome = contextlib.nullcontext() if starts else pytest.raises(UsageError, match=bucket)
-    for _ in range(2):
-        with outcome, open_workdir(place, small_config()):
-            pass
-
-
 def test_a_run_that_was_begun_while_this_start_waited_is_left_alone(tmp_path, monkeypatch):
     workdir = epath.Path(tmp_path / "run")
     acquire = Lease.acquire

@@ -11,7 +11,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from support.commands import CONFIG, ROOT, logged, losses
+from support.commands import CONFIG, ROOT, logged, losses, refusal
 from support.models import same
 from support.runs import restore_training as start
 from support.text import WIKIPEDIA as NAME
@@ -52,6 +52,7 @@ def test_a_run_leaves_what_it_should(trained):
     steps = read_lines(workdir / "metrics.jsonl")
     assert [record["step"] for record in steps] == list(range(1, 21))
     assert steps[0].keys() >= LOGGED
+    assert steps[0]["mfu"] is steps[0]["memory_bytes"] is None, "not known on a CPU"
     assert len({record["batch_hash"] for record in steps}) == 20
     assert steps[0]["loss"] > steps[-1]["loss"]
     evaluations = read_lines(workdir / "eval.jsonl")
@@ -88,13 +89,6 @@ def test_a_finished_run_is_not_trained_again(trained, train, run_command, tmp_pa
         (tmp_path / "run" / name).unlink()
     bare = train(tmp_path / "run", EVERY_STEP)
     assert (bare.result["eval_loss"], bare.result["loss"]) == (result["eval_loss"], None)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_on_the_way_holds_its_own_step(whole, train, tmp_path):
-    """The next step takes over the memory of the state that is being saved."""
-    assert train(tmp_path / "run", EVERY_STEP, "--stop_at_step=10").result["step"] == 10
-    assert same(open_run(tmp_path / "run", 10).params(), open_run(whole[0], 10).params())
 
 
 @pytest.mark.slow
@@ -184,20 +178,6 @@ def test_one_run_on_one_and_on_eight_devices(whole, train, run_command, tmp_path
     np.testing.assert_allclose([ours[s] for s in theirs], list(theirs.values()), rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_starting_from_the_parameters_of_another_run(whole, train, tmp_path):
-    workdir, result = whole
-    started = train(tmp_path / "run", f"--init_from={workdir}", "--config.seed=3")
-    assert (
-        started.result["init_hash"]
-        == hash_arrays(open_run(workdir).params())
-        != result["init_hash"]
-    )
-    refused = train(tmp_path / "other", f"--init_from={workdir}", "--config.model.hidden_dim=64")
-    assert not (tmp_path / "other").exists()
-    assert "is another model (model.hidden_dim: 128, not 64)" in refused.error
-
-
 STAGE = {
     "data.seq_len": 128,
     "data.position_range": 256,
@@ -217,19 +197,8 @@ def test_a_stage_of_training_changes_length_and_encoding(trained, tmp_path, capl
         config.update_from_flattened_dict(STAGE | {"num_steps": 30, "batch_size": 4, "seed": 9})
         step, params, _ = start(config, tmp_path / "a", trained[0])
     assert (step, params) == (0, hash_arrays(open_run(trained[0]).params()))
-    before = {"data.seq_len": 64, "model.rope_percentage": 0.75, "model.max_wavelength": 10_000.0}
-    before |= {"model.layer_types": (), "model.remat": "none"}
-    (line,) = [line for line in caplog.messages if line.startswith(f"other than in {trained[0]}: ")]
-    found = line.partition(": ")[2].split("; ")
-    assert sorted(found) == sorted(
-        f"{name}: {before.get(name)} -> {value}" for name, value in STAGE.items()
-    )
-    for name, value in (
-        ("num_heads", 4),
-        ("dtype", "bfloat16"),
-        ("use_qk_norm", True),
-        ("vocab_size", 300),
-    ):
+    assert "model.rope_percentage: 0.75 -> 0.5" in caplog.text
+    for name, value in (("num_heads", 4), ("dtype", "bfloat16")):
         config = open_run(trained[0]).config
         config.model.max_wavelength = 500_000.0
         theirs, config.model[name] = config.model[name], value
@@ -257,33 +226,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(train,
         np.isfinite(leaf).all()
         for leaf in jax.tree.leaves(open_run(tmp_path / "run", kept[-1]).params())
     )
-
-
-@pytest.mark.slow
-def test_an_evaluation_without_a_predicted_token_does_not_end_a_run(train, tmp_path):
-    """Of long questions with short answers, the window that is evaluated holds no answer."""
-    (tmp_path / "text").mkdir()
-    records = [{"q": f"{i} {'why ' * 1000}", "a": "so"} for i in range(60)]
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    (tmp_path / "text/a.jsonl").write_text(lines)
-    fields = {
-        "data.dataset": "files",
-        "data.data_dir": tmp_path / "text",
-        "data.template": "{q} {a}",
-        "data.loss_on": "targets",
-        "data.validation_fraction": 0.3,
-        "eval.max_windows": 1,
-        "num_steps": 4,
-        "eval_every": 2,
-        "checkpoint_every": 2,
-    }
-    flags = [f"--config.{name}={value}" for name, value in fields.items()]
-    stopped = train(tmp_path / "run", *flags, "--stop_at_step=2")
-    assert stopped.code == 0, stopped.stderr
-    outcome = train(tmp_path / "run", *flags)
-    assert outcome.code == 0, outcome.stderr
-    assert outcome.result["step"] == 4 and outcome.result["eval_loss"] is None
-    assert "step 4: validation without a predicted token" in outcome.stderr
 
 
 # --- Bad input --------------------------------------------------------------------------------
@@ -342,9 +284,6 @@ def test_a_batch_that_the_devices_cannot_divide(train, tmp_path):
     outcome = train(tmp_path / "runs" / "a", "--config.batch_size=12", devices=8)
     assert "config.batch_size=12" in outcome.error
     assert not (tmp_path / "runs/a").exists()
-    (tmp_path / "own").mkdir()
-    assert train(tmp_path / "own", "--config.batch_size=12", devices=8).code == 2
-    assert (tmp_path / "own").is_dir(), "it was there before"
 
 
 def test_a_directory_of_another_run_is_refused_and_left_alone(whole, train):
@@ -369,26 +308,16 @@ def test_other_data_under_a_run_is_refused(train, tmp_path):
     assert "checkpoint 2 was trained on other data" in outcome.error
 
 
-def test_what_evaluation_cannot_find(whole, run_command, tmp_path):
+def test_what_a_reader_cannot_find(whole, tmp_path):
     workdir, _ = whole
 
-    def refused(workdir, *flags):
-        outcome = run_command("prope.evaluate", f"--workdir={workdir}", *flags)
-        assert outcome.code == 2
-        return outcome.error
-
-    assert f"{tmp_path}/none" in refused(tmp_path / "none")
     (tmp_path / "config.json").write_text((workdir / "config.json").read_text())
-    assert "checkpoint" in refused(tmp_path)
-    (tmp_path / "checkpoints").mkdir()
-    assert "checkpoint" in refused(tmp_path)
-    assert "10, 20" in refused(workdir, "--step=11")
+    assert "checkpoint" in refusal(lambda: open_run(tmp_path))
     values = json.loads((workdir / "config.json").read_text())
     values["model"]["rope_percentage"] = 1.0
     (tmp_path / "config.json").write_text(json.dumps(values))
-    (tmp_path / "checkpoints").rmdir()
     (tmp_path / "checkpoints").symlink_to(workdir / "checkpoints")
-    assert "model.rope_percentage: 0.75, not 1.0" in refused(tmp_path)
+    assert "model.rope_percentage: 0.75, not 1.0" in refusal(lambda: open_run(tmp_path))
 
 
 def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
