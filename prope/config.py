@@ -43,27 +43,6 @@ MAY_CHANGE = (
     "eval.",
     "mesh.",
 )
-# Fields of config.model that make the decoder another than Gemma 1, beside its encoding.
-SWITCHES = (
-    "activation",
-    "norm_epsilon",
-    "scale_embedding",
-    "tied",
-    "post_norms",
-    "attention_scale",
-    "attention_softcap",
-    "final_softcap",
-    "qkv_bias",
-    "use_qk_norm",
-    "use_value_norm",
-    "use_skip_scale",
-    "global_head_dim",
-    "num_global_kv_heads",
-    "global_key_is_value",
-    "num_kv_shared_layers",
-    "use_double_wide_mlp",
-    "per_layer_input_dim",
-)
 DTYPES = ("float32", "bfloat16")
 REMAT = ("none", "minimal", "save_qkv", "full")
 ACTIVATIONS = ("gelu", "silu")

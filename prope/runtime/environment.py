@@ -1,8 +1,6 @@
 """Refuses settings of the environment that would change, or break, what a command computes."""
 
-import locale
 import os
-import re
 
 import jax
 
@@ -17,8 +15,6 @@ REQUIRED = {
     "jax_disable_jit": (False, "no step would be compiled"),
 }
 _GUARDS = ("", "_host_to_device", "_device_to_host", "_device_to_device")
-# Compiled programs with other sums, exponentials or minima than IEEE's.
-_INEXACT_FLAG = re.compile(r"--(xla_\w*fast_m(?:ath|in)(?!_honor)\w*)(?:=(\w+))?")
 _RECORDED = ("JAX_", "XLA_", "LIBTPU_", "NCCL_", "CUDA_", "PROPE_PROCESSES")  # prefixes
 
 
@@ -39,14 +35,6 @@ def check_environment(settings: dict | None = None) -> None:
         value = settings.get(setting)
         if str(value).startswith("disallow"):
             _refuse(setting, value, "a copy between host and device would end the run")
-    for flag, value in _INEXACT_FLAG.findall(os.environ.get("XLA_FLAGS", "")):
-        if value.lower() not in ("false", "0"):
-            remedy = f"remove --{flag} from XLA_FLAGS"
-            raise usage_error("XLA_FLAGS", f"--{flag}", "would change results", remedy)
-    encoding = locale.getpreferredencoding(False)
-    if encoding.lower().replace("-", "") != "utf8":
-        remedy = "set PYTHONUTF8=1"
-        raise usage_error("the locale's encoding", encoding, "texts are read as UTF-8", remedy)
 
 
 def recorded_variables() -> dict[str, str]:

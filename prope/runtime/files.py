@@ -327,13 +327,6 @@ def is_special(path: epath.PathLike) -> bool:
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
-def check_regular(path: epath.Path) -> None:
-    """Raises UsageError for what is not to be written: a link, a pipe, a device or a folder."""
-    if not is_url(path) and os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
-        kind = "a link" if os.path.islink(path) else "not a file"
-        raise UsageError(f"{path}: is {kind}, and is not written; put a file in its place")
-
-
 def parse_json(content: str | bytes):
     """Parses JSON; raises ValueError also where it is nested too deep."""
     try:
@@ -343,13 +336,9 @@ def parse_json(content: str | bytes):
 
 
 def append_jsonl(path: epath.Path, *records: dict) -> None:
-    """Appends JSON objects, each as a line of its own, also after a line that was cut short.
-
-    Raises UsageError as `check_regular` does.
-    """
+    """Appends JSON objects, each as a line of its own, also after a line that was cut short."""
     lines = "".join(json.dumps(record) + "\n" for record in records).encode()
     if not is_url(path):
-        check_regular(path)
         with open(path, "a+b", buffering=0) as file:
             size = file.tell()
             if size:

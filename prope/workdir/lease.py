@@ -35,7 +35,6 @@ class Lease:
 
         Raises Stopped where another training holds it and is alive: a later start may go on.
         """
-        files.check_regular(self._path)
         entry, holder = files.retry_reads(self._path, self._read)
         seen = entry.value
         seen_at = time.monotonic()

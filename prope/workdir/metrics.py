@@ -346,14 +346,13 @@ class MetricWriter(contextlib.ExitStack):
         """Records a step that was not finite and so changed nothing, or raises RunFailed."""
         self._skips_in_a_row += 1
         values = f"step {step} has loss {metrics['loss']} and grad_norm {metrics['grad_norm']}"
-        rate = self._config.optimizer.learning_rate
-        lower = f"Lower config.optimizer.learning_rate (now {rate}) and start in a new --workdir"
-        if self._config.on_nonfinite == "stop":
-            kept = f"the earlier checkpoints in {self._workdir} are good"
-            go_on = "or go on here with --config.on_nonfinite=skip"
-            raise RunFailed(f"{values}; {kept}. {lower}, {go_on}")
-        if self._skips_in_a_row == _MAX_SKIPS:
-            raise RunFailed(f"{values}, the last of {_MAX_SKIPS} skipped in a row. {lower}")
+        if self._config.on_nonfinite == "stop" or self._skips_in_a_row == _MAX_SKIPS:
+            rate = self._config.optimizer.learning_rate
+            raise RunFailed(
+                f"{values}, {self._skips_in_a_row} in a row; the earlier checkpoints are good. "
+                f"Lower config.optimizer.learning_rate (now {rate}) and start in a new --workdir, "
+                "or go on here with --config.on_nonfinite=skip"
+            )
         log.info("%s: skipped, %d in a row", values, self._skips_in_a_row)
         record = {"step": step, "in_a_row": self._skips_in_a_row}
         record |= {name: str(value) for name, value in metrics.items()}  # JSON has no nan

@@ -97,8 +97,7 @@ def open_run(workdir: epath.PathLike, step: int | None = None) -> Run:
             known = ", ".join(map(str, steps))
             problem = f"{workdir} has no such checkpoint"
             raise usage_error("--step", step, problem, f"it has {known}")
-        others = ", ".join(str(other) for other in steps if other != step)
-        remedy = f"--step={step} names it; the run also has {others or 'no other'}"
+        remedy = f"--step={step} names it; without the flag older ones are tried"
         steps = [step]
 
     def open_at(newest: int) -> Run:

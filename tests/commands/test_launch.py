@@ -180,36 +180,10 @@ def test_local_pod_passes_signals_on_to_every_process(number, code, tmp_path):
         assert f"[{i}] got {number.value}\n" in said
 
 
-def test_local_pod_waits_for_a_process_that_is_stopped_for_a_while():
-    pod = start("local_pod.sh", "--", "bash", "-c", "sleep 0.5; exit 75")
-    pid = int(re.match(r"process 0: pid (\d+)", pod.stderr.readline())[1])
-    os.kill(pid, signal.SIGSTOP)
-    time.sleep(1.5)
-    assert pod.poll() is None
-    os.kill(pid, signal.SIGCONT)
-    pod.communicate(timeout=30)
-    assert pod.returncode == 75
-
-
 def test_pods_at_the_same_time_have_ports_of_their_own():
     command = ["bash", "-c", 'echo "$PROPE_PROCESSES"; sleep 1']
     pods = [start("local_pod.sh", "--", *command) for _ in range(4)]
     assert len({pod.communicate(timeout=60)[0] for pod in pods}) == 4
-
-
-def test_local_pod_takes_no_port_that_is_taken():
-    # The script is given its pid by exec, so that the port it would take first can be taken before.
-    code = """import os, socket, sys
-taken = socket.create_server(("127.0.0.1", 10_000 + os.getpid() % 20_000))
-taken.set_inheritable(True)
-os.execvp("bash", ["bash", *sys.argv[1:]])
-"""
-    command = [sys.executable, "-c", code, "launch/local_pod.sh", "--dry-run", "--", "true"]
-    pipe = subprocess.PIPE
-    pod = subprocess.Popen(command, cwd=ROOT, env=clean_environment(), stdout=pipe, text=True)
-    said, _ = pod.communicate(timeout=30)
-    port = int(re.search(r"127\.0\.0\.1:(\d+)", said)[1])
-    assert pod.returncode == 0 and port != 10_000 + pod.pid % 20_000
 
 
 # --- Exit codes -------------------------------------------------------------------------------

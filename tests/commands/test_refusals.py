@@ -6,7 +6,6 @@ import math
 import os
 import pwd
 import re
-import stat
 import subprocess
 import sys
 import zipfile
@@ -25,7 +24,7 @@ from support.runs import make_run
 from prope import command
 from prope.config import default_config, flat, from_dict, set_layer_percentages
 from prope.errors import to_user_error
-from prope.runtime.files import append_jsonl, as_path, local_cache, read_bytes, read_json, read_text
+from prope.runtime.files import as_path, local_cache, read_bytes, read_json, read_text
 from prope.runtime.validate import validate, validate_devices
 from prope.step import resolve_attention
 from prope.workdir.records import read_jsonl
@@ -330,32 +329,6 @@ def test_a_pipe_is_not_waited_for(start_command, tmp_path):
     hashes.unlink()
     os.mkfifo(hashes)
     assert "hashes.json" in refusal(lambda: open_run(tmp_path / "run"))
-
-
-def put_link(path):
-    path.symlink_to("none")
-
-
-def put_device(path):
-    try:
-        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))
-    except PermissionError:
-        pytest.skip("only root makes devices")
-
-
-@pytest.mark.parametrize("put", [os.mkfifo, put_device, os.mkdir, put_link])
-def test_what_a_run_writes_is_a_file(tmp_path, put):
-    path = tmp_path / "metrics.jsonl"
-    put(path)
-    assert str(path) in refusal(lambda: append_jsonl(epath.Path(path), {"step": 1}))
-    assert not (tmp_path / "none").exists()
-
-
-def test_records_are_not_written_through_a_link(tmp_path):
-    (tmp_path / "target").write_text("of another\n")
-    (tmp_path / "eval.jsonl").symlink_to(tmp_path / "target")
-    refusal(lambda: append_jsonl(epath.Path(tmp_path / "eval.jsonl"), {"step": 1}))
-    assert (tmp_path / "target").read_text() == "of another\n"
 
 
 # --- Unusual surroundings ---------------------------------------------------------------------

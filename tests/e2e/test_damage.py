@@ -172,7 +172,7 @@ def test_a_flipped_byte_is_refused(run, kind, read):
     reason = (
         r"params: (\['\w+'\])+ (is not what was saved|cannot be read)" if kind in PARAMS else ""
     )
-    line = rf"checkpoint 20 is damaged \({reason}.*; --step=20 names it; the run also has 10"
+    line = rf"checkpoint 20 is damaged \({reason}.*; --step=20 names it"
     if kind == "config.json":
         line = "/config.json: "
     expected = read(open_run(run, 20))
