@@ -103,14 +103,7 @@ def test_a_place_that_a_library_would_misread_is_refused(text):
     assert str(caught.value).isprintable()
 
 
-WRITTEN = (
-    "--workdir",
-    "--output",
-    "--sweep",
-    "--plot",
-    "config.data.store",
-    "config.data.cache_dir",
-)
+WRITTEN = ("--workdir", "--output", "--sweep", "--plot", "config.data.cache_dir")
 
 
 @pytest.mark.parametrize("character", "[]*?")

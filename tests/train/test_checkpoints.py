@@ -32,14 +32,14 @@ from prope.workdir.source import INIT_FROM
 
 def lose_array(folder, hashes):
     """Has an array's files be lost before a checkpoint is finished."""
-    shutil.rmtree(folder / "opt_state")
+    shutil.rmtree(folder / "params")
     write_hashes(folder, hashes)
 
 
 write_hashes = checkpoints_lib.write_hashes
 LOSSES = {
     "hashes.json is missing": lambda folder, hashes: None,
-    "opt_state: .*cannot be read": lose_array,
+    "params: .*cannot be read": lose_array,
 }
 
 
