@@ -16,7 +16,6 @@ from support.commands import ROOT
 from support.launchers import (
     HANDLE,
     NEXT,
-    RECORD,
     TOOLS,
     calls,
     clean_environment,
@@ -388,19 +387,6 @@ def test_slurm_task_waits_for_a_command_that_saves(tmp_path):
 
 
 # --- tpu_vm.sh, with a gcloud that has two workers, each a folder on this machine ----------------
-
-
-def test_tpu_vm_prints_what_it_would_run(fakes, tmp_path):
-    arguments = ["--name=a", "--dry-run", "--", "x", "a  'b"]
-    done = launch("tpu_vm.sh", "run", *arguments, **fakes)
-    assert done.returncode == 0 and not done.stderr and not calls(tmp_path)
-    program = RECORD.format(python=sys.executable, here=tmp_path)
-    (tmp_path / "programs/gcloud").write_text(program)
-    subprocess.run(["bash", "-c", done.stdout], env=clean_environment(**fakes), check=True)
-    logs, run = sorted(calls(tmp_path))
-    gcloud = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "a"]
-    assert logs[:7] == [*gcloud, "--worker=0"] and "tail " in logs[7]
-    assert run[:7] == [*gcloud, "--worker=all"] and "run x a\\ \\ \\'b " in run[7]
 
 
 def test_tpu_vm_installs_what_is_committed(installed, tmp_path):

@@ -40,6 +40,8 @@ COMMANDS = [
     ("train", ["--config.seed=1", QUICKSTART], "--config.seed"),
     ("train", ["--config", "none.py", "--workdir=W"], "none.py"),
     ("evaluate", ["--workdir=W", "--config.seed=1"], "--config.seed"),
+    ("evaluate", ["--workdir="], "--workdir=: must be"),
+    ("evaluate", ["--workdir=hf://a/b"], "--workdir=hf://a/b: must be"),
     ("sample", ["--workdir=W", "--top_k=few"], "--top_k=few"),
     ("bench", ["--rope", "--rope_percentage=nan"], "--rope_percentage=nan"),
     ("report", [], "--workdir"),

@@ -1,6 +1,7 @@
 """Records that cannot be written never end a run, and are written when they can be."""
 
 import errno
+import io
 import json
 import os
 
@@ -101,26 +102,13 @@ def test_a_mistake_of_the_program_is_not_hidden(tmp_path, monkeypatch):
 def test_a_line_of_which_the_disk_takes_a_part_is_taken_back(tmp_path, monkeypatch):
     path = epath.Path(tmp_path) / "metrics.jsonl"
     append_jsonl(path, {"step": 1})
-    open_file = open
 
-    class Full:
-        def __init__(self, file):
-            self._file = file
-
-        def __getattr__(self, name):
-            return getattr(self._file, name)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            self._file.close()
-
+    class Full(io.FileIO):
         def write(self, data):
-            return self._file.write(data[:5])
+            return super().write(data[:5])
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "open", lambda *a, **k: Full(open_file(*a, **k)), raising=False)
+        patch.setattr(files, "open", lambda path, mode, buffering: Full(path, mode), raising=False)
         with pytest.raises(OSError, match="No space left"):
             append_jsonl(path, {"step": 2})
     assert read_lines(path) == [{"step": 1}]

@@ -99,32 +99,6 @@ def test_a_peer_that_is_lost_while_saving_is_no_fault_of_the_storage(
 
 
 @pytest.mark.parametrize(
-    ("error", "cause"),
-    [
-        (jax.errors.JaxRuntimeError(OUT_OF_MEMORY), "40000000000000 bytes"),
-        (MemoryError("Unable to allocate 7.45 GiB for an array"), "7.45 GiB"),
-        (jax.errors.JaxRuntimeError(OTHER), None),
-    ],
-    ids=["device", "host", "other"],
-)
-def test_out_of_memory_is_final_and_says_what_to_lower(monkeypatch, capsys, error, cause):
-    def main():
-        with processes.peer_loss_as_stopped():
-            raise error
-
-    monkeypatch.setattr(sys, "argv", ["prope.train"])
-    monkeypatch.setattr(processes, "_count", 2)
-    codes = []
-    command.run(main, lambda: None, codes.append)
-    assert codes == [1]
-    message = capsys.readouterr().err
-    if cause is None:
-        assert "Traceback" in message and "INVALID_ARGUMENT" in message
-    else:
-        assert re.fullmatch(rf"stopped: out of memory .*{cause}.*prope\.plan.*\n", message)
-
-
-@pytest.mark.parametrize(
     ("error", "code"),
     [
         (OSError(errno.EIO, "Input/output error"), 76),
@@ -133,6 +107,8 @@ def test_out_of_memory_is_final_and_says_what_to_lower(monkeypatch, capsys, erro
         (HttpError({"code": 503, "message": "Service Unavailable"}), 76),
         (ValueError("UNAVAILABLE: Error reading gs://bucket/x: Service Unavailable"), 76),
         (OSError(errno.ENOSPC, "No space left on device"), 1),
+        (jax.errors.JaxRuntimeError(OUT_OF_MEMORY), 1),
+        (MemoryError("Unable to allocate 7.45 GiB for an array"), 1),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1),
         (OSError(errno.ENAMETOOLONG, "File name too long"), 1),
     ],

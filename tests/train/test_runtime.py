@@ -153,9 +153,6 @@ def test_speed_leaves_out_pauses(clock, tmp_path, config, monkeypatch):
     config.log_every = 1
     tokens = config.batch_size * config.data.seq_len
     values = {"loss": np.float32(1), "grad_norm": np.float32(1), "batch_hash": np.uint32(1)}
-    evaluation = {"fingerprint": "0" * 16, "windows": 1, "loss": 1.0}
-    for name in ("perplexity", "bits_per_byte", "unigram_bits_per_byte"):
-        evaluation[name] = 1.0
     stats = {"bytes_in_use": 5, "peak_bytes_in_use": 7}
     device = SimpleNamespace(memory_stats=lambda: stats)
     monkeypatch.setattr(metrics.jax, "local_devices", lambda: [device])
@@ -168,7 +165,6 @@ def test_speed_leaves_out_pauses(clock, tmp_path, config, monkeypatch):
             if step in (2, 4):  # a pause reports the step before it
                 with writer.pause():
                     clock[0] += 1000
-                    writer.evaluation(step, evaluation)
         summary = writer.summary("0" * 16)
     records = read_lines(tmp_path / "metrics.jsonl")
     seconds = [tokens / record["tokens_per_second"] for record in records]
