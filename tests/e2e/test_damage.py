@@ -194,16 +194,6 @@ def test_another_digit_in_json_is_refused(run, kind):
         path.write_text(content)
 
 
-@both_readers
-def test_without_step_an_older_checkpoint_is_read(run, read, caplog):
-    expected = read(open_run(run, 10))
-    for kind in (ARRAYS, JSON[1]):
-        for flipped in flips(run, kind, [0.5]):
-            opened, params = open_run(run).first_undamaged(read)
-            assert opened.step == 10 and same(params, expected), flipped
-            assert re.search("checkpoint 20 is damaged .*passed over", caplog.messages[-1])
-
-
 DAMAGES = {
     "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "emptied": lambda path: path.write_bytes(b""),

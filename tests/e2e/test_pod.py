@@ -9,10 +9,9 @@ import subprocess
 import sys
 import time
 
-import jax
 import numpy as np
 import pytest
-from support.commands import CONFIG, ROOT, devices_flags, finish, flipped, logged, losses
+from support.commands import CONFIG, ROOT, finish, flipped, logged, losses
 from support.processes import LOGGED, QUICK, WIDE, line_of, pod_environments, start_two_patched
 from support.text import read_lines
 
@@ -80,7 +79,6 @@ def test_a_run_that_moves_from_two_processes_to_four_devices_to_one(
     for process in (0, 1):
         joined = rf"^\[{process}\] process {process} of 2 on .*, with 2 of 4 devices$"
         assert re.search(joined, done.stderr, re.MULTILINE), done.stderr
-    assert "[0] step 20/20" in done.stderr
     assert "[1] step" not in done.stderr, "only the first one logs"
     assert len(read_lines(workdir / "metrics.jsonl")) == 20, "and writes"
     (start,) = read_lines(workdir / "starts.jsonl")
@@ -104,50 +102,6 @@ def test_a_run_that_moves_from_two_processes_to_four_devices_to_one(
     assert list(ours) == [record["step"] for record in theirs] == [20, 40, 60]
     expected = [record["loss"] for record in theirs]
     np.testing.assert_allclose(list(ours.values()), expected, rtol=1e-5)
-
-
-READ = """
-import sys, jax, numpy as np
-from prope.workdir.run import open_run
-run = open_run(sys.argv[1])
-assert jax.device_count() == int(sys.argv[2])
-leaves = jax.tree_util.tree_leaves_with_path(run.params())
-assert jax.device_count() == 1 or any(not leaf.is_fully_replicated for _, leaf in leaves)
-arrays = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
-np.savez(sys.argv[3], **arrays)
-"""
-
-
-def read_as_numpy(workdir) -> dict[str, np.ndarray]:
-    run = open_run(workdir, 2)
-    num_layers = run.config.model.num_layers
-    layers = [run.checkpoint.read(("layers",), number) for number in range(num_layers)]
-    params = {name: run.checkpoint.read((name,)) for name in ("embedder", "final_norm")}
-    params["layers"] = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-
-
-@pytest.mark.parametrize(("devices", "tensor"), [(8, 2), (2, 1)])
-def test_saved_on_many_devices_restored_on_fewer_and_as_numpy(
-    straight, train, tmp_path, devices, tensor
-):
-    short = (f"--config.mesh.tensor={tensor}", "--stop_at_step=2")
-    saved = train(tmp_path / "run", *WIDE, *short, devices=devices)
-    assert saved.code == 0, saved.stderr
-    assert saved.result["init_hash"] == straight[1]["init_hash"]
-    whole = read_as_numpy(tmp_path / "run")
-    assert len(whole) > 5
-    assert all(type(leaf) is np.ndarray for leaf in whole.values())
-    for fewer in (1, 2, 4):
-        output = tmp_path / f"{fewer}.npz"
-        env = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices_flags(fewer)}
-        command = [sys.executable, "-c", READ, tmp_path / "run", str(fewer), output]
-        subprocess.run(command, env=env, check=True, timeout=600)
-        restored = np.load(output)
-        assert set(restored) == set(whole)
-        for name in whole:
-            np.testing.assert_array_equal(restored[name], whole[name], err_msg=name)
 
 
 def test_one_of_two_is_asked_to_stop_and_both_save(start_pod, tmp_path):
