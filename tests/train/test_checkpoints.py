@@ -51,7 +51,8 @@ def test_the_first_checkpoint_of_a_run_is_read_back(tmp_path, monkeypatch, reaso
     with pytest.raises(RunFailed, match=says):
         save_checkpoints(tmp_path / "run", config, {1: params})
     with pytest.raises(RunFailed, match="imported/checkpoints/0: .*cannot be read back"):
-        save_imported(epath.Path(tmp_path / "imported"), params, config.to_dict(), {})
+        identity = {"config": config.to_dict(), "init_hash": "0" * 16}
+        save_imported(epath.Path(tmp_path / "imported"), params, identity, {})
     # Later ones are not waited for.
     save_checkpoints(tmp_path / "whole", config, {8: params})
 
