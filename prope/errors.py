@@ -28,6 +28,8 @@ _OUTAGES = (
     *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH),
 )
 
+# Other packages are always installed.
+_EXTRAS = {"'.[hf]'": ("torch", "transformers"), "'.[tpu]'": ("libtpu",), "'.[gcs]'": ("gcsfs",)}
 # What libraries raise for a file that is not what it should be.
 _BAD_DATA = UnicodeError | EOFError | json.JSONDecodeError | zipfile.BadZipFile | zlib.error
 _OF_TENSORSTORE = re.compile(
@@ -175,7 +177,12 @@ def _missing_package(error: ImportError) -> UsageError | None:
     if missing is None or missing[1] == "prope":
         return None
     package = missing[1]
-    return UsageError(f"the Python package {package} is not installed: pip install {package}")
+    extra = "."
+    for name, packages in _EXTRAS.items():
+        if package in packages:
+            extra = name
+    install = f"pip install -e {extra} in the clone"
+    return UsageError(f"the Python package {package} is not installed: {install}")
 
 
 def first_line(error: Exception) -> str:
