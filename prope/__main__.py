@@ -4,7 +4,6 @@ python -m prope
 """
 
 import ast
-import difflib
 import pathlib
 import sys
 
@@ -43,9 +42,7 @@ def _list() -> str:
 
 others = [argument for argument in sys.argv[1:] if argument not in ("--help", "-h")]
 if others:
-    nearest = difflib.get_close_matches(others[0], COMMANDS, n=1)
-    name = nearest[0] if nearest else "train"
-    problem = f"python -m prope takes no argument, not {others[0]}"
-    print(f"error: {problem}: write python -m prope.{name}", file=sys.stderr)
+    remedy = "write python -m prope.COMMAND, such as prope.train"
+    print(f"error: unexpected argument {others[0]}: {remedy}", file=sys.stderr)
     sys.exit(2)
 print(_list())

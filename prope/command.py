@@ -311,9 +311,7 @@ def _flag_error(error: Exception, argv: list[str], names: list[str]) -> str:
     if isinstance(error, flags.UnrecognizedFlagError):
         hint = _nearest_flag(error.flagname, names, fields)
         return f"--{error.flagname}: there is no such flag{hint}; --help lists the flags"
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        lines = [type(error).__name__]
+    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     quotes_traceback = "Traceback" in str(error)
     if isinstance(error, flags.Error) and not quotes_traceback:
         value = re.match(r"flag --config\.([\w.]+)=", lines[0])
@@ -335,15 +333,9 @@ def _flag_error(error: Exception, argv: list[str], names: list[str]) -> str:
     return place + lines[-1]
 
 
-def _nearest_flag(name: str, names: Sequence[str], fields: Sequence[str]) -> str:
-    """Hints at the flag, or at the config field by its full or last name, that `name` resembles."""
-    flag_by_name = {}
-    for field in reversed(list(fields)):
-        flag_by_name[field] = f"--config.{field}"
-        flag_by_name[field.split(".")[-1]] = f"--config.{field}"
-    for flag in names:
-        flag_by_name[flag] = f"--{flag}"
-    longer = [known for known in flag_by_name if name in known and len(name) > 3]
-    similar = difflib.get_close_matches(name, flag_by_name, n=1, cutoff=0.5)
-    matches = sorted(longer, key=len) or similar
+def _nearest_flag(name: str, names: Sequence[str], fields: dict) -> str:
+    """Hints at the flag, or at the config field by its last name, that `name` resembles."""
+    flag_by_name = {field.split(".")[-1]: f"--config.{field}" for field in reversed(fields)}
+    flag_by_name |= {flag: f"--{flag}" for flag in names}
+    matches = difflib.get_close_matches(name.split(".")[-1], flag_by_name, n=1, cutoff=0.5)
     return f" (did you mean {flag_by_name[matches[0]]}?)" if matches else ""

@@ -43,27 +43,6 @@ MAY_CHANGE = (
     "eval.",
     "mesh.",
 )
-# Fields of config.model that make the decoder another than Gemma 1, beside its encoding.
-SWITCHES = (
-    "activation",
-    "norm_epsilon",
-    "scale_embedding",
-    "tied",
-    "post_norms",
-    "attention_scale",
-    "attention_softcap",
-    "final_softcap",
-    "qkv_bias",
-    "use_qk_norm",
-    "use_value_norm",
-    "use_skip_scale",
-    "global_head_dim",
-    "num_global_kv_heads",
-    "global_key_is_value",
-    "num_kv_shared_layers",
-    "use_double_wide_mlp",
-    "per_layer_input_dim",
-)
 DTYPES = ("float32", "bfloat16")
 REMAT = ("none", "minimal", "save_qkv", "full")
 ACTIVATIONS = ("gelu", "silu")
@@ -82,17 +61,23 @@ GENERATED = {
 
 # A rule gets a field's value, which is not None; it returns None, or what is allowed instead.
 Rule = Callable[[Any], str | None]
-# A relation also gets all fields by name, each of which holds its rules.
-Relation = Callable[[Any, dict[str, Any]], str | None]
 
 
-class Field(NamedTuple):
-    """A config field."""
+class Relation(NamedTuple):
+    """A rule that also gets all fields by name, each of which holds its own rules."""
 
-    default: Any  # a type stands for None, and for values of that type
-    meaning: str
-    rules: tuple[Rule, ...] = ()
-    relations: tuple[Relation, ...] = ()
+    check: Callable[[Any, dict[str, Any]], str | None]
+
+
+class Field:
+    """A config field, with its rules and relations."""
+
+    def __init__(self, default: Any, meaning: str, *rules: Rule | Relation):
+        """A type as the default stands for None, and for values of that type."""
+        self.default = default
+        self.meaning = meaning
+        self.rules = [rule for rule in rules if not isinstance(rule, Relation)]
+        self.relations = [rule for rule in rules if isinstance(rule, Relation)]
 
 
 def _rule(holds: Callable[[Any], bool], allowed: str) -> Rule:
@@ -119,6 +104,7 @@ def _kind_of(field: str) -> Rule:
 
 
 def _multiple_of(divisor: str) -> Relation:
+    @Relation
     def relation(value, fields):
         if value % fields[divisor]:
             return f"must be a multiple of {divisor}={fields[divisor]}"
@@ -128,6 +114,7 @@ def _multiple_of(divisor: str) -> Relation:
 
 
 def _divides(multiple: str) -> Relation:
+    @Relation
     def relation(value, fields):
         if fields[multiple] % value:
             return f"must divide {multiple}={fields[multiple]}"
@@ -155,6 +142,7 @@ _FRACTION = _rule(
 )
 
 
+@Relation
 def _one_per_layer(value, fields):
     layers = fields["model.num_layers"]
     if isinstance(value, tuple | list) and len(value) != layers:
@@ -162,6 +150,7 @@ def _one_per_layer(value, fields):
     return None
 
 
+@Relation
 def _whole_on_devices(value, fields):
     tensor = fields["mesh.tensor"]
     if value != 1 and value % tensor:
@@ -169,6 +158,7 @@ def _whole_on_devices(value, fields):
     return None
 
 
+@Relation
 def _chunks_of_context(value, fields):
     C = fields["mesh.context"]
     if C > 1 and value % (256 * C):
@@ -177,6 +167,7 @@ def _chunks_of_context(value, fields):
     return None
 
 
+@Relation
 def _covers_window(value, fields):
     seq_len = fields["data.seq_len"]
     if not seq_len <= value <= 2**31:
@@ -184,11 +175,13 @@ def _covers_window(value, fields):
     return None
 
 
+@Relation
 def _at_most_peak(value, fields):
     peak = fields["optimizer.learning_rate"]
     return None if 0 <= value <= peak else f"must be in [0, optimizer.learning_rate={peak}]"
 
 
+@Relation
 def _first_and_last_step(value, fields):
     steps = fields["num_steps"]
     two_steps = len(value) == 2 and all(isinstance(step, int) for step in value)
@@ -205,6 +198,7 @@ def _known_layers(value):
     return None
 
 
+@Relation
 def _at_most_layers(value, fields):
     layers = fields["model.num_layers"]
     if len(value) > layers:
@@ -212,6 +206,7 @@ def _at_most_layers(value, fields):
     return None
 
 
+@Relation
 def _have_a_source(value, fields):
     layers = fields["model.num_layers"]
     kinds = repeat_pattern(fields["model.layer_types"], layers)
@@ -226,68 +221,69 @@ FIELDS = {
     "batch_size": Field(
         16,
         "sequences per optimizer step, over all devices",
-        (_AT_LEAST_1,),
-        (_multiple_of("accumulation"),),
+        _AT_LEAST_1,
+        _multiple_of("accumulation"),
     ),
     "accumulation": Field(
-        1, "microbatches per batch, computed one after the other to save memory", (_AT_LEAST_1,)
+        1, "microbatches per batch, computed one after the other to save memory", _AT_LEAST_1
     ),
-    "num_steps": Field(1000, "optimizer steps of the whole run", (_AT_LEAST_1,)),
+    "num_steps": Field(1000, "optimizer steps of the whole run", _AT_LEAST_1),
     "on_nonfinite": Field(
         "stop",
         "where a loss or gradient is not finite: stop | skip the step, up to 10 in a row",
-        (_one_of("stop", "skip"),),
+        _one_of("stop", "skip"),
     ),
-    "seed": Field(0, "of the initial weights and the order of the data", (_SEED,)),
-    "log_every": Field(10, "steps between lines of metrics.jsonl", (_AT_LEAST_1,)),
+    "seed": Field(0, "of the initial weights and the order of the data", _SEED),
+    "log_every": Field(10, "steps between lines of metrics.jsonl", _AT_LEAST_1),
     "eval_every": Field(
-        500, "steps between evaluations; the last step is always evaluated", (_AT_LEAST_1,)
+        500, "steps between evaluations; the last step is always evaluated", _AT_LEAST_1
     ),
     "checkpoint_every": Field(
-        500, "steps between checkpoints; the last step is always saved", (_AT_LEAST_1,)
+        500, "steps between checkpoints; the last step is always saved", _AT_LEAST_1
     ),
     "watchdog_minutes": Field(
-        60.0, "minutes without progress after which the process ends; 0: never", (_NOT_NEGATIVE,)
+        60.0, "minutes without progress after which the process ends; 0: never", _NOT_NEGATIVE
     ),
     "profile": Field(
         (),
         "first and last step, as in 10,12, whose trace jax.profiler writes to W/profile; empty: "
         "none",
-        relations=(_first_and_last_step,),
+        _first_and_last_step,
     ),
-    "model.num_layers": Field(4, "L, layers of the decoder", (_AT_LEAST_1,)),
-    "model.embed_dim": Field(256, "D, width of the residual stream", (_AT_LEAST_1,)),
+    "model.num_layers": Field(4, "L, layers of the decoder", _AT_LEAST_1),
+    "model.embed_dim": Field(256, "D, width of the residual stream", _AT_LEAST_1),
     "model.num_heads": Field(
         4,
         "N, query heads of a layer",
-        (_AT_LEAST_1,),
-        (_multiple_of("model.num_kv_heads"), _multiple_of("mesh.tensor")),
+        _AT_LEAST_1,
+        _multiple_of("model.num_kv_heads"),
+        _multiple_of("mesh.tensor"),
     ),
     "model.num_kv_heads": Field(
         1,
         "K, key/value heads: 1 is multi-query, num_heads is multi-head attention",
-        (_AT_LEAST_1,),
-        (_whole_on_devices,),
+        _AT_LEAST_1,
+        _whole_on_devices,
     ),
-    "model.head_dim": Field(64, "H, lanes of a head, even", (_AT_LEAST_1, _EVEN)),
+    "model.head_dim": Field(64, "H, lanes of a head, even", _AT_LEAST_1, _EVEN),
     "model.hidden_dim": Field(
-        1024, "F, hidden units of the gated MLP", (_AT_LEAST_1,), (_multiple_of("mesh.tensor"),)
+        1024, "F, hidden units of the gated MLP", _AT_LEAST_1, _multiple_of("mesh.tensor")
     ),
     "model.vocab_size": Field(
-        260, "V, at least the tokenizer's size", (_AT_LEAST_1,), (_multiple_of("mesh.tensor"),)
+        260, "V, at least the tokenizer's size", _AT_LEAST_1, _multiple_of("mesh.tensor")
     ),
-    "model.max_wavelength": Field(10_000.0, "theta, the base wavelength of RoPE", (_ABOVE_1,)),
+    "model.max_wavelength": Field(10_000.0, "theta, the base wavelength of RoPE", _ABOVE_1),
     "model.rope_percentage": Field(
         1.0,
         "p in [0, 1]: 1 is RoPE, 0 is NoPE; per layer: set_layer_percentages",
-        (_FRACTION,),
-        (_one_per_layer,),
+        _FRACTION,
+        _one_per_layer,
     ),
     "model.rope_type": Field(
         "proportional",
         "proportional (p-RoPE) | partial | reversed | cutoff | hard_clip | cope | rope_id: see "
         "prope/encodings.py",
-        (_kind_of("rope_type"),),
+        _kind_of("rope_type"),
     ),
     "model.rope_cutoff": Field(
         float, "for rope_type=cutoff: pairs rotate whose period is at most this x original_seq_len"
@@ -295,22 +291,22 @@ FIELDS = {
     "model.clip_low_n": Field(
         int,
         "for rope_type=hard_clip and cope: how many of the slowest pairs are clipped",
-        (_NOT_NEGATIVE,),
+        _NOT_NEGATIVE,
     ),
     "model.rope_scaling_type": Field(
         "none",
         "scaling of layers without a window: none | linear | ntk | dynamic | yarn | llama3; or an "
         "intervention on scaled_pairs: stop | remove | interpolate",
-        (_kind_of("rope_scaling_type"),),
+        _kind_of("rope_scaling_type"),
     ),
-    "model.rope_scaling_factor": Field(1.0, "s, by how much the length grows", (_AT_LEAST_1,)),
+    "model.rope_scaling_factor": Field(1.0, "s, by how much the length grows", _AT_LEAST_1),
     "model.scaled_pairs": Field(
         (),
         "for stop, remove and interpolate: first and last pair of the band, or bands with layers "
         "as in ('0-3@full',)",
     ),
     "model.original_seq_len": Field(
-        int, "length of training that types and scalings go by", (_AT_LEAST_1,)
+        int, "length of training that types and scalings go by", _AT_LEAST_1
     ),
     "model.beta_fast": Field(
         32.0, "for yarn: pairs of more turns in original_seq_len keep their frequency"
@@ -321,53 +317,49 @@ FIELDS = {
     "model.logit_scale": Field(
         "none",
         "factor on the logits of layers without a window: none | yarn | drope",
-        (_kind_of("logit_scale"),),
+        _kind_of("logit_scale"),
     ),
     "model.logit_scale_factor": Field(
-        float, "for yarn and drope: s of logit_scale; None: rope_scaling_factor", (_AT_LEAST_1,)
+        float, "for yarn and drope: s of logit_scale; None: rope_scaling_factor", _AT_LEAST_1
     ),
     "model.logit_scale_coefficient": Field(float, "for drope: c in 1 + c ln s"),
     "model.layer_types": Field(
         (),
         "pattern of sliding_attention and full_attention that the layers repeat, the last time "
         "perhaps in part; empty: all full",
-        (_known_layers,),
-        (_at_most_layers,),
+        _known_layers,
+        _at_most_layers,
     ),
     "model.sliding_window": Field(
-        int, "keys that a query of a sliding layer sees, its own included", (_AT_LEAST_1,)
+        int, "keys that a query of a sliding layer sees, its own included", _AT_LEAST_1
     ),
     "model.test_window": Field(
-        int,
-        "of full layers, in evaluation alone: prope.evaluate --window; None: none",
-        (_AT_LEAST_1,),
+        int, "of full layers, in evaluation alone: prope.evaluate --window; None: none", _AT_LEAST_1
     ),
-    "model.test_sinks": Field(
-        0, "with test_window: first tokens that stay visible", (_NOT_NEGATIVE,)
-    ),
+    "model.test_sinks": Field(0, "with test_window: first tokens that stay visible", _NOT_NEGATIVE),
     "model.local_max_wavelength": Field(
-        float, "max_wavelength of sliding layers; None: that of all", (_ABOVE_1,)
+        float, "max_wavelength of sliding layers; None: that of all", _ABOVE_1
     ),
     "model.local_rope_percentage": Field(
-        float, "rope_percentage of sliding layers; None: that of all", (_FRACTION,)
+        float, "rope_percentage of sliding layers; None: that of all", _FRACTION
     ),
     "model.activation": Field(
-        "gelu", "of the gated MLP: gelu (its tanh form) | silu", (_one_of(*ACTIVATIONS),)
+        "gelu", "of the gated MLP: gelu (its tanh form) | silu", _one_of(*ACTIVATIONS)
     ),
-    "model.norm_epsilon": Field(1e-6, "added to the mean square in every RMSNorm", (_POSITIVE,)),
+    "model.norm_epsilon": Field(1e-6, "added to the mean square in every RMSNorm", _POSITIVE),
     "model.scale_embedding": Field(True, "embeddings times sqrt(embed_dim)"),
     "model.tied": Field(True, "the embedding also scores tokens; False: head/w does"),
     "model.post_norms": Field(
         False, "RMSNorm of what attention and MLP add to the residual stream"
     ),
     "model.attention_scale": Field(
-        float, "factor on the scores of attention; None: 1 / sqrt(head_dim)", (_POSITIVE,)
+        float, "factor on the scores of attention; None: 1 / sqrt(head_dim)", _POSITIVE
     ),
     "model.attention_softcap": Field(
-        float, "c in c tanh(score / c), for the scores of attention; None: none", (_POSITIVE,)
+        float, "c in c tanh(score / c), for the scores of attention; None: none", _POSITIVE
     ),
     "model.final_softcap": Field(
-        float, "c in c tanh(logit / c), for the logits of tokens; None: none", (_POSITIVE,)
+        float, "c in c tanh(logit / c), for the logits of tokens; None: none", _POSITIVE
     ),
     "model.qkv_bias": Field(False, "biases of queries, keys and values"),
     "model.use_qk_norm": Field(
@@ -378,13 +370,14 @@ FIELDS = {
         False, "a learned number that multiplies each layer's output, residual stream included"
     ),
     "model.global_head_dim": Field(
-        int, "head_dim of layers without a window; None: that of all", (_AT_LEAST_1, _EVEN)
+        int, "head_dim of layers without a window; None: that of all", _AT_LEAST_1, _EVEN
     ),
     "model.num_global_kv_heads": Field(
         int,
         "num_kv_heads of layers without a window; None: that of all",
-        (_AT_LEAST_1,),
-        (_divides("model.num_heads"), _whole_on_devices),
+        _AT_LEAST_1,
+        _divides("model.num_heads"),
+        _whole_on_devices,
     ),
     "model.global_key_is_value": Field(
         False, "layers without a window have no values: these are the keys, before their norm"
@@ -392,29 +385,29 @@ FIELDS = {
     "model.num_kv_shared_layers": Field(
         0,
         "last layers, which take keys and values of the last layer of their kind before them",
-        (_NOT_NEGATIVE,),
-        (_have_a_source,),
+        _NOT_NEGATIVE,
+        _have_a_source,
     ),
     "model.use_double_wide_mlp": Field(
         False, "layers that share keys and values have 2 x hidden_dim"
     ),
     "model.per_layer_input_dim": Field(
-        0, "Q, lanes of the embedding that every layer has of its own; 0: none", (_NOT_NEGATIVE,)
+        0, "Q, lanes of the embedding that every layer has of its own; 0: none", _NOT_NEGATIVE
     ),
     "model.dtype": Field(
         "float32",
         "dtype of activations and matmuls, float32 | bfloat16; parameters are always float32",
-        (_one_of(*DTYPES),),
+        _one_of(*DTYPES),
     ),
     "model.attention": Field(
         "auto",
         "auto | xla | splash (TPU) | cudnn (NVIDIA)",
-        (_one_of("auto", "xla", "splash", "cudnn"),),
+        _one_of("auto", "xla", "splash", "cudnn"),
     ),
     "model.global_attention": Field(
         str,
         "attention of layers without a window, if it is another",
-        (_one_of("auto", "xla", "splash", "cudnn"),),
+        _one_of("auto", "xla", "splash", "cudnn"),
     ),
     "model.scan_layers": Field(
         True, "compile one layer and loop, or unroll all; parameters and result are the same"
@@ -424,7 +417,7 @@ FIELDS = {
         "what a layer saves for its backward pass, fastest first: none (everything) | minimal "
         "(wide matmuls and attention) | save_qkv (q, k, v and the output of attention) | full "
         "(only the layer's input)",
-        (_one_of(*REMAT),),
+        _one_of(*REMAT),
     ),
     "data.dataset": Field(
         "python_docs",
@@ -441,10 +434,10 @@ FIELDS = {
     "data.loss_on": Field(
         "all",
         "tokens with a loss: all | targets (only those of the template's last feature)",
-        (_one_of(*LOSS_ON),),
+        _one_of(*LOSS_ON),
     ),
     "data.stop_ids": Field(
-        (), "ids besides <eos> that end a sampled text, as an import has them", (_IDS,)
+        (), "ids besides <eos> that end a sampled text, as an import has them", _IDS
     ),
     "data.mixture": Field(
         (),
@@ -454,7 +447,7 @@ FIELDS = {
     "data.tokenizer": Field(
         "byte", "byte | path or URL of a tokenizer.json, a SentencePiece .model, or their folder"
     ),
-    "data.seq_len": Field(256, "T, tokens in a window", (_AT_LEAST_1,), (_chunks_of_context,)),
+    "data.seq_len": Field(256, "T, tokens in a window", _AT_LEAST_1, _chunks_of_context),
     "data.mask_documents": Field(
         False, "True: positions restart and attention stops at document borders"
     ),
@@ -466,12 +459,12 @@ FIELDS = {
     "data.position_range": Field(
         int,
         "R: training positions are drawn from 0 .. R-1; None: they are 0 .. T-1",
-        relations=(_covers_window,),
+        _covers_window,
     ),
     "data.validation_fraction": Field(
         0.05,
         "share of documents held out, chosen by a hash of their text; python_source: of their path",
-        (_SHARE,),
+        _SHARE,
     ),
     "data.cache_dir": Field(
         "", "folder or gs:// URL of token stores; empty: $PROPE_CACHE, else the user's cache folder"
@@ -479,66 +472,64 @@ FIELDS = {
     "data.store": Field(
         "", "a finished token store, as prope.data.prepare prints its place: the text is not needed"
     ),
-    "data.num_workers": Field(0, "processes that tokenise; 0: one per core", (_NOT_NEGATIVE,)),
+    "data.num_workers": Field(0, "processes that tokenise; 0: one per core", _NOT_NEGATIVE),
     "optimizer.name": Field(
         "adamw",
         "adamw | lion | adafactor (has no b1, b2, eps, mu_dtype) | muon (matrices of layers; Adam "
         "for the rest)",
-        (_one_of("adamw", "lion", "adafactor", "muon"),),
+        _one_of("adamw", "lion", "adafactor", "muon"),
     ),
-    "optimizer.learning_rate": Field(1e-3, "at the peak, the end of warmup", (_POSITIVE,)),
+    "optimizer.learning_rate": Field(1e-3, "at the peak, the end of warmup", _POSITIVE),
     "optimizer.final_learning_rate": Field(
-        1e-4, "at the last step, the end of the cosine", relations=(_at_most_peak,)
+        1e-4, "at the last step, the end of the cosine", _at_most_peak
     ),
     "optimizer.warmup_steps": Field(
         100,
         "linear, from 0 to learning_rate; in a run that is no longer, a tenth of it",
-        (_NOT_NEGATIVE,),
+        _NOT_NEGATIVE,
     ),
-    "optimizer.b1": Field(0.9, "decay rate of the first moment", (_DECAY_RATE,)),
-    "optimizer.b2": Field(0.95, "decay rate of the second moment", (_DECAY_RATE,)),
-    "optimizer.eps": Field(1e-8, "added to the denominator, but of lion", (_POSITIVE,)),
-    "optimizer.weight_decay": Field(0.1, "of matrices, not of norm scales", (_NOT_NEGATIVE,)),
+    "optimizer.b1": Field(0.9, "decay rate of the first moment", _DECAY_RATE),
+    "optimizer.b2": Field(0.95, "decay rate of the second moment", _DECAY_RATE),
+    "optimizer.eps": Field(1e-8, "added to the denominator, but of lion", _POSITIVE),
+    "optimizer.weight_decay": Field(0.1, "of matrices, not of norm scales", _NOT_NEGATIVE),
     "optimizer.clip_norm": Field(
-        1.0, "largest norm of the gradient over all parameters", (_POSITIVE,)
+        1.0, "largest norm of the gradient over all parameters", _POSITIVE
     ),
     "optimizer.mu_dtype": Field(
-        "float32", "dtype of the first moment; the second is always float32", (_one_of(*DTYPES),)
+        "float32", "dtype of the first moment; the second is always float32", _one_of(*DTYPES)
     ),
     "mesh.data": Field(
         int,
         "replicas of the parameters, within which FSDP shards them; None: one per TPU slice or GPU "
         "node. A replica may span GPU nodes, but not slices",
-        (_optional_count("one per slice or node"),),
+        _optional_count("one per slice or node"),
     ),
     "mesh.context": Field(
         1,
         "C, devices over which every sequence is split; its keys and values are all-gathered",
-        (_AT_LEAST_1,),
+        _AT_LEAST_1,
     ),
     "mesh.tensor": Field(
-        1, "devices over which heads, hidden units and vocabulary are split", (_AT_LEAST_1,)
+        1, "devices over which heads, hidden units and vocabulary are split", _AT_LEAST_1
     ),
     "mesh.gather": Field(
         "head",
         "what a device holds whole of sharded parameters. head: the layer at work and the head's "
         "table; ahead: on TPUs also the next layer, fastest. prope.plan --search tells what fits",
-        (_one_of("head", "ahead"),),
+        _one_of("head", "ahead"),
     ),
-    "checkpoint.max_to_keep": Field(2, "newest checkpoints kept", (_AT_LEAST_1,)),
+    "checkpoint.max_to_keep": Field(2, "newest checkpoints kept", _AT_LEAST_1),
     "checkpoint.keep_every": Field(
-        int,
-        "steps whose multiples are kept for ever; None: none",
-        (_optional_count("none of them"),),
+        int, "steps whose multiples are kept for ever; None: none", _optional_count("none of them")
     ),
     "checkpoint.every_minutes": Field(
         30.0,
         "minutes between checkpoints, beside checkpoint_every; 0: by steps only",
-        (_NOT_NEGATIVE,),
+        _NOT_NEGATIVE,
     ),
-    "eval.batch_size": Field(16, "windows at a time; does not change the result", (_AT_LEAST_1,)),
+    "eval.batch_size": Field(16, "windows at a time; does not change the result", _AT_LEAST_1),
     "eval.max_windows": Field(
-        int, "number of windows to evaluate, evenly spread; None: all", (_optional_count("all"),)
+        int, "number of windows to evaluate, evenly spread; None: all", _optional_count("all")
     ),
 }
 
@@ -594,7 +585,7 @@ def check_fields(config: ConfigDict) -> None:
             raise usage_error(f"config.{name}", value, "must be a finite number")
     for name, field in FIELDS.items():
         if fields[name] is not None:
-            allowed = [relation(fields[name], fields) for relation in field.relations]
+            allowed = [relation.check(fields[name], fields) for relation in field.relations]
             _require(name, fields[name], allowed)
 
 

@@ -36,10 +36,9 @@ _OF_TENSORSTORE = re.compile(
     r"(NOT_FOUND|PERMISSION_DENIED|UNAUTHENTICATED|DATA_LOSS|UNAVAILABLE|ABORTED|INTERNAL|UNKNOWN"
     r"|DEADLINE_EXCEEDED|FAILED_PRECONDITION|ALREADY_EXISTS|OUT_OF_RANGE): "
 )
-_FREE_SPACE = (
-    "what was saved before is whole: free some space, then run the same command again"  # remedy
-)
-_LESS_MEMORY = (  # remedy
+# Remedies.
+_FREE_SPACE = "what was saved before is whole: free some space, then run the same command again"
+_LESS_MEMORY = (
     "lower the batch size or the length of the windows; training also takes a higher "
     "config.accumulation or config.model.remat=full; "
     "python -m prope.plan computes what fits"

@@ -59,7 +59,7 @@ from prope.optimizer import warmup_steps
 from prope.runtime.environment import check_environment
 from prope.runtime.files import as_path
 from prope.runtime.memory import check_activations, check_memory
-from prope.runtime.processes import call_on_first, check_count, is_first, leave
+from prope.runtime.processes import call_on_first, check_count, is_first, leave, raise_on_all
 from prope.runtime.profiler import Profiler
 from prope.runtime.progress import compiling
 from prope.runtime.session import Session
@@ -139,22 +139,22 @@ class Training:
         self.session = session
         self.config = config
         self.path = path
-        with session.raise_on_all():
+        with raise_on_all():
             stop = session.interrupts.ask_to_stop
             self.lease = session.enter_context(open_workdir(path, config, stop))
         self.source = open_source(config, path, init_from)
-        with session.raise_on_all():  # processes wait for one another here
+        with raise_on_all():  # processes wait for one another here
             vocab_size = config.model.vocab_size
             self.windows = open_windows(config.data, vocab_size, "train")
             validation = open_windows(config.data, vocab_size, "validation")
-        with session.raise_on_all():
+        with raise_on_all():
             check_count()
             validate_devices(config, jax.devices())
             check_activations(config, _MEMORY_ADVICE)
             self.prepared = prepare(config, jax.devices())
         self.evaluation = LossEvaluation(self.prepared.config, validation)
         session.attach(path, self.prepared.mesh)
-        with session.raise_on_all():
+        with raise_on_all():
             self.check_disk()
             log_run(config, self.windows)
 
@@ -169,7 +169,7 @@ class Training:
         self.start, params, opt_state, self.init_hash = start_or_resume(
             config, self.checkpoints, self.source, self.prepared, self.windows
         )
-        with session.raise_on_all():
+        with raise_on_all():
             if is_first():
                 if self.source and self.start == 0:
                     record_source(self.path, self.source)
@@ -258,7 +258,7 @@ class Training:
         identity = {"config": self.config.to_dict(), "init_hash": self.init_hash}
         data = data_state(self.config, self.windows, step)
         with self.writer.pause():
-            with self.session.raise_on_all():
+            with raise_on_all():
                 self.check_disk()  # again: disks fill up while runs go on
             call_on_first(lambda: self.lease.check())  # which only the first one has
             self.checkpoints.save(step, params, opt_state, identity, data)

@@ -140,11 +140,6 @@ def wait() -> None:
             distributed.global_state.client.wait_at_barrier(barrier, _WEEK_MS)
 
 
-def broadcast_from_first(value: T) -> T:
-    """Returns the first process's value, of JSON's types; all must call this at the same place."""
-    return call_on_first(lambda: value)
-
-
 def call_on_first(function: Callable[[], T]) -> T:
     """Calls a function in the first process as if it were alone; returns its result in all.
 
@@ -233,7 +228,7 @@ def check_shared(directory: epath.Path) -> None:
     """Raises UsageError on all processes if one does not see the first one's `directory`."""
     if _count == 1:
         return
-    token = directory / f".shared-{broadcast_from_first(secrets.randbits(30))}"
+    token = directory / f".shared-{call_on_first(lambda: secrets.randbits(30))}"
     with raise_on_all():
         if is_first():
             token.write_text("Seen by every process of the run?\n")

@@ -39,10 +39,6 @@ class Session(contextlib.ExitStack):
         self.enter_context(processes.joined())
         return self
 
-    def raise_on_all(self) -> contextlib.AbstractContextManager:
-        """Re-raises a UsageError of any process on every process."""
-        return processes.raise_on_all()
-
     def attach(self, workdir: epath.Path, mesh: Mesh) -> None:
         """Checks that all see `workdir`, caches compiled programs, polls over `mesh`."""
         processes.check_shared(workdir)

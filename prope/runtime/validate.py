@@ -219,28 +219,15 @@ def validate_devices(config: ConfigDict, devices: Sequence) -> None:
     if devices[0].platform == "tpu" and replicas % slices:
         problem = f"must be a multiple of the number of slices, {slices}"
         raise usage_error("config.mesh.data", replicas, problem)
-    _require_divisor("tensor", mesh.tensor, len(devices), [])
-    split = [f"mesh.tensor={mesh.tensor}"] if mesh.tensor > 1 else []
-    _require_divisor("context", mesh.context, len(devices), split, len(devices) // mesh.tensor)
-    split += [f"mesh.context={mesh.context}"] if mesh.context > 1 else []
-    devices_per_sequence = mesh.tensor * mesh.context
-    groups = len(devices) // devices_per_sequence
-    _require_divisor("data", replicas, len(devices), split, groups)
+    groups = len(devices)
+    for axis, size in (("tensor", mesh.tensor), ("context", mesh.context), ("data", replicas)):
+        if groups % size:
+            problem = f"must divide the number of devices, or of groups of them, {groups}"
+            raise usage_error(f"config.mesh.{axis}", size, problem)
+        if axis != "data":
+            groups //= size
     multiple = config.accumulation * groups
     if config.batch_size % multiple:
-        kind = (
-            "devices" if devices_per_sequence == 1 else f"groups of {devices_per_sequence} devices"
-        )
-        product = f"(accumulation={config.accumulation} x {groups} {kind})"
+        product = f"(accumulation={config.accumulation} x {groups} groups of devices)"
         problem = f"must be a multiple of {multiple} {product}"
         raise usage_error("config.batch_size", config.batch_size, problem)
-
-
-def _require_divisor(
-    axis: str, size: int, num_devices: int, split: list[str], num_groups: int | None = None
-) -> None:
-    """Checks that a mesh axis divides the devices, or groups of them that `split` has made."""
-    if (num_devices if num_groups is None else num_groups) % size:
-        over = f" over {' and '.join(split)}" if split else ""
-        problem = f"must divide the number of devices, {num_devices}{over}"
-        raise usage_error(f"config.mesh.{axis}", size, problem)

@@ -118,7 +118,7 @@ class Checkpoints(contextlib.AbstractContextManager):
                     break
                 target = self.directory / f"{step}.damaged-{number}"
             (self.directory / str(step)).rename(target)
-        processes.broadcast_from_first(0)  # the others wait for it
+        processes.wait()
         self._steps.remove(step)
         self._manager.reload()
 

@@ -8,9 +8,7 @@ import contextlib
 import functools
 import json
 import os
-import pathlib
 import secrets
-import socket
 import threading
 import time
 
@@ -29,7 +27,7 @@ class Lease:
     def __init__(self, workdir: epath.Path):
         self._path = workdir / "lease.json"
         self._folder = files.kvstore(workdir)
-        self._holder = {"pid": os.getpid(), "machine": _machine(), "id": secrets.token_hex(8)}
+        self._own = {"pid": os.getpid(), "machine": _machine(), "id": secrets.token_hex(8)}
         self._has_ended = threading.Event()
 
     def acquire(self, on_loss) -> None:
@@ -38,24 +36,24 @@ class Lease:
         Raises Stopped where another training holds it and is alive: a later start may go on.
         """
         files.check_regular(self._path)
-        seen = None
+        entry, holder = files.retry_reads(self._path, self._read)
+        seen = entry.value
+        seen_at = time.monotonic()
+        if holder:
+            log.info("%s: waiting for a sign of life of %s", self._path, holder)
         while True:
-            entry, holder = files.retry_reads(self._path, self._read)
-            if seen is None:
-                seen = entry.value
-                seen_at = time.monotonic()
-                if holder:
-                    log.info("%s: waiting for a sign of life of %s", self._path, holder)
             is_dead = entry.value == seen and time.monotonic() - seen_at > EXPIRE_SECONDS
-            if holder in ({}, self._holder) or is_dead or _is_gone(holder):
-                write = functools.partial(self._write, entry, self._holder)
-                if files.retry_reads(self._path, write):
+            is_here = holder.get("machine") == _machine()
+            is_dead |= is_here and not os.path.exists(f"/proc/{holder['pid']}")
+            if holder in ({}, self._own) or is_dead:
+                if files.retry_reads(self._path, functools.partial(self._write, entry, self._own)):
                     break
             elif entry.value != seen:
-                problem = f"another training is at work there, {holder}"
-                message = f"--workdir={self._path.parent}: {problem}; end it, or wait for it"
-                raise Stopped(message, LOST)
+                raise Stopped(
+                    f"{self._path}: another training is at work, {holder}; end it, or wait", LOST
+                )
             time.sleep(0.5)
+            entry, holder = files.retry_reads(self._path, self._read)
         self._thread = threading.Thread(target=self._renew, args=[on_loss], daemon=True)
         self._thread.start()
 
@@ -65,7 +63,7 @@ class Lease:
 
     def is_held(self) -> bool:
         """Returns whether this training may write, by the file as it is now."""
-        return self._read()[1] == self._holder
+        return self._read()[1] == self._own
 
     def stop(self) -> None:
         """Ends the renewals: only `release` writes the file after it has returned."""
@@ -77,7 +75,7 @@ class Lease:
         self.stop()
         with contextlib.suppress(Exception):  # a lease that stays expires
             entry, holder = self._read()
-            if holder == self._holder:
+            if holder == self._own:
                 self._write(entry, {})
 
     def _read(self) -> tuple:
@@ -97,22 +95,20 @@ class Lease:
         return bool(written.generation)
 
     def _renew_once(self) -> None:
-        is_renewed = False
-        while not is_renewed:  # `check` and the thread may meet
+        while True:  # `check` and the thread may meet
             entry, holder = self._read()
-            if holder != self._holder:
-                problem = "another training has taken this run over, or lease.json was removed"
-                message = f"--workdir={self._path.parent}: {problem}"
-                raise RunFailed(f"{message}; this one writes nothing more")
-            is_renewed = self._write(entry, self._holder)
+            if holder != self._own:
+                raise RunFailed(f"{self._path}: was removed, or another training took it over")
+            if self._write(entry, self._own):
+                return
 
     def _renew(self, on_loss) -> None:
         while not self._has_ended.wait(RENEW_SECONDS):
             try:
                 self._renew_once()
             except RunFailed:
+                self._has_ended.set()
                 on_loss()
-                return
             except Exception as error:  # of the storage; the next renewal may succeed
                 log.warning("the lease of the run was not renewed: %s", first_line(error))
 
@@ -120,11 +116,7 @@ class Lease:
 def _machine() -> str:
     """Names what numbers this process: each container, and each start of a machine, by itself."""
     try:
-        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+        boot = epath.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{os.uname().nodename} {boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not on every system: equal to no other process's
-        return f"{socket.gethostname()} {secrets.token_hex(8)}"
-
-
-def _is_gone(holder: dict) -> bool:
-    return holder.get("machine") == _machine() and not os.path.exists(f"/proc/{holder['pid']}")
+        return f"{os.uname().nodename} {secrets.token_hex(8)}"

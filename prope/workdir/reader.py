@@ -72,23 +72,18 @@ class CheckpointReader:
     def _read_items(self) -> dict[str, Any]:
         """Reads the JSON files, as the first process does for all; or says what is damaged."""
         try:
-            self._hashes = self._read_hashes()
-            items = {item: self._read_item(item) for item in ("config", "data")}
+            sealed = self._read_json(HASHES)
+            hashes = sealed.get("items")
+            if hash_json(hashes) != sealed.get("hash"):
+                raise Damaged(f"{HASHES} is not what was saved")
+            items = {"hashes": hashes}
+            for item in ("config", "data"):
+                items[item] = self._read_json(f"{item}/metadata")
+                if hash_json(items[item]) != hashes[item]:
+                    raise Damaged(f"{item}/metadata is not what was saved")
         except Damaged as error:
             return {"damaged": str(error)}
-        return items | {"hashes": self._hashes}
-
-    def _read_hashes(self) -> dict[str, Any]:
-        sealed = self._read_json(HASHES)
-        if hash_json(sealed.get("items")) != sealed.get("hash"):
-            raise Damaged(f"{HASHES} is not what was saved")
-        return sealed["items"]
-
-    def _read_item(self, item: str) -> dict[str, Any]:
-        values = self._read_json(f"{item}/metadata")
-        if hash_json(values) != self._hashes[item]:
-            raise Damaged(f"{item}/metadata is not what was saved")
-        return values
+        return items
 
     def _read_json(self, name: str) -> dict[str, Any]:
         path = self._folder / name
@@ -131,18 +126,14 @@ class CheckpointReader:
         for item, tree in abstract.items():
             ours = array_shapes(tree)
             saved = self._hashes["shapes"][item]
-            differing = sorted(
-                path for path in ours.keys() | saved.keys() if ours.get(path) != saved.get(path)
-            )
-            if differing:
-                path = differing[0]
+            for path in sorted(ours.keys() | saved.keys()):
                 theirs = saved.get(path, "absent")
-                what = f"{path} is {theirs} in the checkpoint and {ours.get(path, 'absent')} here"
-                more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
-                problem = f"{item} is of other code or another optimizer: {what}{more}"
-                remedy = "use the code that saved it"
-                if item == "opt_state":  # the parameters may be read without it
-                    remedy += ", or start in a new --workdir with --init_from"
+                here = ours.get(path, "absent")
+                if theirs == here:
+                    continue
+                what = f"{path} is {theirs} in the checkpoint and {here} here"
+                problem = f"{item} is of other code or another optimizer: {what}"
+                remedy = "use the code that saved it, or start in a new --workdir with --init_from"
                 raise UsageError(f"{self._folder}: {problem}; {remedy}")
 
     def open(self, **abstract) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from support.commands import ROOT
 
-from prope import sharding
 from prope.config import (
     EMBEDDED,
     default_config,
@@ -26,16 +25,16 @@ from prope.encodings import FIELDS, layer_frequencies, rotated_pairs
 from prope.optimizer import make_optimizer
 from prope.runtime.validate import validate
 from prope.stack import parameters
-from prope.step import batch_shapes, init_state, make_train_step, resolve_attention
+from prope.step import init_state, resolve_attention
 
 FILES = sorted(set((ROOT / "configs").glob("*.py")) - {ROOT / "configs/families.py"})
-# Those whose tiny run is like that of another page make one step; the others are trained.
-STEPPED = (
+# The tiny runs of these are like those of other pages, which are trained.
+ALIKE = (
     *("gemma_2b_1m", "gemma2_like", "gemma3_like", "gemma3_1b", "gemma4_like"),
     *("rnope_swa", "smollm3_like"),
 )
 TRAINED = [
-    path for path in FILES if path.stem not in STEPPED and not path.stem.startswith("encodings_")
+    path for path in FILES if path.stem not in ALIKE and not path.stem.startswith("encodings_")
 ]
 
 
@@ -55,6 +54,8 @@ def test_every_config_is_whole_and_builds_at_full_size(path):
     config = load(path)
     assert flat(config).keys() == flat(default_config()).keys()
     validate(config)
+    if path.stem in ALIKE:
+        validate(load(path, "tiny"))
     params = jax.eval_shape(lambda: init_state(config, make_optimizer(config))[0])
     sizes = {f"gemma_2b_{page}": 2_506_434_560 for page in ("128k", "1m", "flan", "wiki")}
     sizes["gemma_300m_wiki"] = 298_175_232
@@ -80,13 +81,8 @@ E2B = {
 }
 RELEASED = [
     ("gemma2", (26, 2304, 8, 4, 256, 9216), 256_000, {}, 2_614_341_888, None),
-    ("gemma2", (42, 3584, 16, 8, 256, 14336), 256_000, {}, 9_241_705_984, None),
-    ("gemma2", (46, 4608, 32, 16, 128, 36864), 256_000, {}, 27_227_128_320, None),
     ("gemma3", (18, 640, 4, 1, 256, 2048), 262_144, {}, 268_098_176, "gemma3_270m"),
     ("gemma3", (26, 1152, 4, 1, 256, 6912), 262_144, {}, 999_885_952, "gemma3_1b"),
-    ("gemma3", (34, 2560, 8, 4, 256, 10240), 262_144, {}, 3_880_099_328, None),
-    ("gemma3", (48, 3840, 16, 8, 256, 15360), 262_144, {}, 11_765_788_416, None),
-    ("gemma3", (62, 5376, 32, 16, 128, 21504), 262_144, {}, 27_009_002_240, None),
     ("gemma4", (35, 1536, 8, 1, 256, 6144), 262_144, E2B, 4_628_569_344 + 35, "gemma4_e2b"),
     ("gemma4", (42, 2560, 8, 2, 256, 10240), 262_144, E4B, 7_463_013_376 + 42, None),
     ("gemma4", (48, 3840, 16, 8, 256, 15360), 262_144, K_IS_V, 11_907_350_272 + 48, "gemma4_12b"),
@@ -95,17 +91,11 @@ RELEASED = [
         *(K_IS_V | {"num_global_kv_heads": 4}, 30_697_345_280 + 60, None),
     ),
     ("llama", (16, 2048, 32, 8, 64, 8192), 128_256, {}, 1_235_814_400, "llama32_1b"),
-    ("llama", (28, 3072, 24, 8, 128, 8192), 128_256, {}, 3_212_749_824, None),
     ("llama", (32, 4096, 32, 8, 128, 14336), 128_256, UNTIED, 8_030_261_248, None),
     ("llama", (30, 576, 9, 3, 64, 1536), 49_152, {}, 134_515_008, "smollm2_135m"),
-    ("llama", (32, 960, 15, 5, 64, 2560), 49_152, {}, 361_821_120, None),
-    ("llama", (24, 2048, 32, 32, 64, 8192), 49_152, {}, 1_711_376_384, None),
     ("smollm3", (36, 2048, 16, 4, 128, 11008), 128_256, {}, 3_075_098_624, None),
     ("llama", (24, 896, 14, 2, 64, 4864), 151_936, BIAS, 494_032_768, None),
     ("qwen3", (28, 1024, 16, 8, 128, 3072), 151_936, {}, 596_049_920, "qwen3_0_6b"),
-    ("qwen3", (28, 2048, 16, 8, 128, 6144), 151_936, {}, 1_720_574_976, None),
-    ("qwen3", (36, 4096, 32, 8, 128, 12288), 151_936, UNTIED, 8_190_735_360, None),
-    ("llama", (32, 4096, 32, 8, 128, 14336), 32_768, UNTIED, 7_248_023_552, None),
 ]
 
 
@@ -134,23 +124,6 @@ def test_a_conversion_has_the_size_of_its_checkpoint(name, count):
     config = load(ROOT / "configs/conversion.py", name)
     validate(config)
     assert parameters.count(config.model) == count
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", STEPPED)
-def test_a_config_that_is_like_another_makes_a_step_at_a_small_size(name):
-    config = load(ROOT / f"configs/{name}.py", "tiny")
-    validate(config)
-    config.model.vocab_size = 300
-    optimizer = make_optimizer(config)
-    params, opt_state = init_state(config, optimizer)
-    rng = np.random.default_rng(0)
-    shapes = batch_shapes(config, sharding.make_mesh())
-    batch = {name: np.ones(like.shape, like.dtype) for name, like in shapes.items()}
-    for name in ("tokens", "targets"):
-        batch[name] = rng.integers(0, 300, batch[name].shape).astype(np.int32)
-    _, _, values = jax.jit(make_train_step(config, optimizer))(params, opt_state, batch)
-    assert abs(float(values["loss"]) - math.log(300)) < 1.5, "about a uniform guess"
 
 
 @pytest.mark.slow
@@ -227,7 +200,7 @@ def test_the_encodings_of_a_page_differ_in_nothing_else(name, pairs):
     grid = page["get_sweep"]("rates")
     assert len(grid["config"]) == len(pairs) and len(grid["optimizer.learning_rate"]) == 3
     assert page["get_sweep"]("cope-tiny")["config"] == (f"{ROOT}/configs/{name}.py:cope-tiny",)
-    for wrong in ("cape", "rope-huge", "tiny-rope", ""):
+    for wrong in ("cape", "rope-huge"):
         with pytest.raises(ValueError, match=f"^{wrong}: "):
             page["get_config"](wrong)
 
@@ -267,8 +240,6 @@ def test_the_controlled_encodings_are_those_of_the_other_page():
             assert config.model.use_qk_norm
         assert names <= allowed
         assert config.optimizer.learning_rate in page["RATES"]
-    others = {"full": 10, "tiny": 1, "rates": 2, "python": 4}
-    assert {size: len(page["get_sweep"](size)["seed"]) for size in page["SIZES"]} == others
     chosen = {*page["SEEDS"]["rates"]}
     assert chosen.isdisjoint(page["SEEDS"]["full"]), "rates are chosen on other seeds"
     assert page["get_config"]("rope-python").data.dataset == "python_source"
@@ -293,8 +264,6 @@ def test_slow_pairs_turn_as_often_as_they_say():
     for name in ("narrow", "narrow_4"):
         narrow = page["get_config"](f"{name}-10000-512").model
         np.testing.assert_allclose(layer_frequencies(narrow)[0], rotated, rtol=1e-6)
-    dense = layer_frequencies(page["get_config"]("dense-10000-512").model)[0]
-    assert dense.min() == pytest.approx(rotated.min()) and len(dense) == 32
     with pytest.raises(ValueError, match="^cutoff_2-100-512: "):
         page["get_config"]("cutoff_2-100-512")
 
@@ -308,14 +277,6 @@ def test_the_slowest_pair_of_each_stage_turns_once_in_a_window():
             config.batch_size * config.data.seq_len == 2**22
             and config.model.rope_percentage == 0.75
         )
-    changed = [
-        {line.partition(":")[0] for line in differences(pages[0], page)} for page in pages[1:]
-    ]
-    assert all(
-        {n for n in names if n.startswith(("model.", "data."))}
-        == {"model.max_wavelength", "data.seq_len"}
-        for names in changed
-    )
 
 
 def test_a_small_size_brings_its_own_text():
@@ -325,22 +286,6 @@ def test_a_small_size_brings_its_own_text():
     assert (config.data.mixture, config.data.template, config.data.loss_on) == ((), "", "all")
     config.data.update({"dataset": "files", "data_dir": "elsewhere"})
     validate(config)
-
-
-def test_lengths_of_python_source_have_equal_steps():
-    page = module_of("python_source")
-    wiki = module_of("wiki_sample")
-    assert page["get_sweep"]("2048") == wiki["get_sweep"]()
-    configs = [page["get_config"](argument) for argument in ("full", "2048", "8192")]
-    for config, length in zip(configs, (512, 2048, 8192), strict=True):
-        validate(config)
-        assert (config.data.dataset, config.data.seq_len) == ("python_source", length)
-        assert config.batch_size * length == 8192, "tokens in a step"
-        assert config.eval.max_windows * length == 131_072, "tokens in an evaluation"
-        assert config.model.to_dict() == wiki["get_config"]().model.to_dict()
-    assert page["get_config"]("tiny").data.dataset == "python_source"
-    with pytest.raises(ValueError, match="^1024: "):
-        page["get_config"]("1024")
 
 
 def test_p_may_be_a_number_per_layer():
@@ -372,20 +317,14 @@ def test_attention_is_chosen_for_each_kind_of_layer(platform, requested, expecte
     assert (model.attention, model.global_attention) == expected
 
 
-def test_attention_is_chosen_for_the_device():
+@pytest.mark.parametrize(("platform", "expected"), [("tpu", "splash"), ("gpu", "xla")])
+def test_attention_that_masks_documents_is_chosen_for_the_device(platform, expected):
     config = default_config()
     config.update_from_flattened_dict({"model.dtype": "bfloat16", "model.head_dim": 128})
-    cpu = jax.devices()[0]
-    tpu = SimpleNamespace(platform="tpu")
-    gpu = SimpleNamespace(platform="gpu", compute_capability="9.0")
-
-    def chosen(*devices):
-        return [resolve_attention(config, device).model.attention for device in devices]
-
-    assert chosen(cpu, tpu, gpu) == ["xla", "splash", "cudnn"]
-    assert config.model.attention == "auto"
     config.data.mask_documents = True
-    assert chosen(tpu, gpu) == ["splash", "xla"]
+    device = SimpleNamespace(platform=platform, compute_capability="9.0")
+    assert resolve_attention(config, device).model.attention == expected
+    assert config.model.attention == "auto"
 
 
 def test_what_makes_another_run():

@@ -32,12 +32,6 @@ def name_of(path) -> str:
     return ".".join(relative.with_suffix("").parts)
 
 
-def test_the_lists_are_not_empty():
-    some = {"prope.train", "prope.data.inspect", "prope.runtime.xla_flags", "launch/sweep.py"}
-    assert some <= set(map(name_of, PROGRAMS))
-    assert {"quickstart.sh", "setup.sh", "slurm.sbatch"} <= {path.name for path in SCRIPTS}
-
-
 # Runs the programs of its arguments with each of the words, every one in a fork of this process,
 # which has imported what they all import first. Prints, by program and word: the exit code, stdout,
 # stderr and which packages that take long were imported.
@@ -117,9 +111,7 @@ def test_the_package_lists_its_commands():
             expected[name_of(path)] = docstring.splitlines()[0]
     assert listed == expected
     assert run("-m", "prope", "-h").stdout == done.stdout
-    for argument, name in (("evaluate", "prope.evaluate"), ("xyz", "prope.train")):
-        done = run("-m", "prope", argument)
-        assert argument in refused(done) and name in done.stderr
+    assert "evaluate" in refused(run("-m", "prope", "evaluate"))
 
 
 def test_help_into_a_pipe_that_closes_ends_quietly():
@@ -247,14 +239,10 @@ def test_interrupts_may_be_opened_in_a_thread():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.mark.parametrize("compiler", ["libtpu", "jax_cuda13_plugin"])
 @pytest.mark.parametrize("accelerator", [False, True])
 @pytest.mark.parametrize("chosen", [None, "tpu"])
-def test_compilers_are_left_alone_where_there_is_no_accelerator(
-    monkeypatch, compiler, accelerator, chosen
-):
-    found = {compiler: True}
-    monkeypatch.setattr(importlib.util, "find_spec", found.get)
+def test_compilers_are_left_alone_where_there_is_no_accelerator(monkeypatch, accelerator, chosen):
+    monkeypatch.setattr(importlib.util, "find_spec", {"libtpu": True}.get)
     monkeypatch.setattr(sys, "argv", ["prope.evaluate"])
     monkeypatch.setattr(command, "_ACCELERATORS", ["null" if accelerator else "accel*"])
     monkeypatch.setattr(signal, "signal", lambda *_: None)

@@ -60,9 +60,7 @@ def test_every_dependency_is_pinned_to_a_version_that_it_allows():
 
 def test_the_citation_names_the_paper_and_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["cff-version"] == "1.2.0" and citation["message"]
     assert citation["version"] == PROJECT["project"]["version"]
-    assert citation["license"] == PROJECT["project"]["license"]
     paper = citation["preferred-citation"]
     readme = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
     assert paper["title"] in readme and paper["url"] in readme and paper["year"] == 2025

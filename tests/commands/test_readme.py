@@ -2,16 +2,13 @@
 
 A README's blocks run in order in a folder that stands for the clone. A block says nothing that a
 user would not type: DRY and SMALL below make it small, and STANDINS are the programs that it does
-not find here. What must not run is in a ```text block. A quick test checks that each flag and field
-that a README names exists.
+not find here. What must not run is in a ```text block.
 """
 
-import functools
 import importlib.util
 import os
 import pathlib
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -20,8 +17,6 @@ import pytest
 from support.commands import ROOT
 from support.forks import forking_python
 from support.launchers import commit
-
-from prope.config import default_config, flat
 
 TOPS = ("configs", "launch", "prope", "tests")
 FILES = [ROOT / "README.md", *(file for top in TOPS for file in (ROOT / top).rglob("*.md"))]
@@ -99,69 +94,8 @@ def rewrite(script: str, rules: list[tuple[str, str]]) -> str:
     return script
 
 
-def commands(readme: str) -> list[list[str]]:
-    """Every line of the bash blocks as words, up to a comment; then the words of launchers."""
-    text = "\n".join(blocks(readme, "bash")).replace("\\\n", " ")
-    lines = [shlex.split(line, comments=True) for line in text.splitlines()]
-    for words in list(lines):
-        for word in words:
-            if word.startswith("--launcher="):
-                lines.append(shlex.split(word.partition("=")[2]))
-    return [words for words in lines if words]
-
-
-def programs(words: list[str]) -> list[tuple[str, list[str]]]:
-    """(program, its flags) of this project's modules and files of launch/ on a line."""
-    found: list[tuple[str, list[str]]] = []
-    is_ours = False
-    for before, word in zip(["", *words], words, strict=False):
-        is_module = word.startswith("prope.") and before == "-m"
-        if is_module or re.fullmatch(r"launch/\w+\.(sh|py|sbatch)", word):
-            found.append((word, []))
-            is_ours = True
-        elif word in ("--", "|"):
-            is_ours = False  # until the next program of ours
-        elif word.startswith("--") and is_ours:
-            found[-1][1].append(word.partition("=")[0])
-    return found
-
-
-@pytest.fixture(scope="module")
-def usage(start_command):
-    """What a program says of itself, once for each."""
-
-    @functools.cache
-    def run(program: str) -> str:
-        if program.startswith("prope."):
-            code, text, _ = start_command(program, "--help").wait()
-        else:
-            interpreter = sys.executable if program.endswith(".py") else "bash"
-            command = [interpreter, program, "--help"]
-            done = subprocess.run(
-                command, cwd=ROOT, env=environment(), capture_output=True, text=True
-            )
-            code, text = done.returncode, done.stdout
-        assert code == 0, program
-        return text
-
-    return run
-
-
 def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT)}
-
-
-@pytest.mark.parametrize("readme", READMES)
-def test_every_flag_that_is_named_exists(readme, usage):
-    fields = {f"--config.{name}" for name in flat(default_config())}
-    for words in commands(readme):
-        for program, flags in programs(words):
-            for flag in set(flags) - fields:
-                described = rf"--(\[no\])?{re.escape(flag[2:])}\b"
-                assert re.search(described, usage(program)), f"{program} {flag}"
-        files = r"\b(?:configs|launch)/[\w.]+\.(?:py|sh|sbatch|yaml)\b"
-        for path in re.findall(files, " ".join(words)):
-            assert (ROOT / path).exists(), path
 
 
 @pytest.mark.parametrize("readme", READMES)

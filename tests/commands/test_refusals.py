@@ -6,11 +6,9 @@ import math
 import os
 import pwd
 import re
-import stat
 import subprocess
 import sys
 import zipfile
-import zlib
 from types import SimpleNamespace
 
 import jax
@@ -26,7 +24,7 @@ from support.runs import make_run
 from prope import command
 from prope.config import default_config, flat, from_dict, set_layer_percentages
 from prope.errors import to_user_error
-from prope.runtime.files import append_jsonl, as_path, local_cache, read_bytes, read_json, read_text
+from prope.runtime.files import as_path, local_cache, read_bytes, read_json, read_text
 from prope.runtime.validate import validate, validate_devices
 from prope.step import resolve_attention
 from prope.workdir.records import read_jsonl
@@ -37,16 +35,14 @@ from prope.workdir.run import open_run, read_config, write_config
 QUICKSTART = f"--config={ROOT}/configs/quickstart.py"
 COMMANDS = [
     ("train", ["--num_steps=5"], "--config.num_steps"),
-    ("train", ["--steps=5"], "--config.num_steps"),
     ("train", ["--model.head_dim=8"], "--config.model.head_dim"),
     ("train", ["--wrokdir=W"], "--workdir"),
-    ("train", [QUICKSTART, "--config.model.rope_percentage=half"], "rope_percentage=half"),
-    ("train", [], "--config"),
     ("train", ["--config.seed=1", QUICKSTART], "--config.seed"),
     ("train", ["--config", "none.py", "--workdir=W"], "none.py"),
     ("evaluate", ["--workdir=W", "--config.seed=1"], "--config.seed"),
+    ("evaluate", ["--workdir="], "--workdir=: must be"),
+    ("evaluate", ["--workdir=hf://a/b"], "--workdir=hf://a/b: must be"),
     ("sample", ["--workdir=W", "--top_k=few"], "--top_k=few"),
-    ("sample", ["--workdir=W", "--temperature=hot"], "--temperature=hot"),
     ("bench", ["--rope", "--rope_percentage=nan"], "--rope_percentage=nan"),
     ("report", [], "--workdir"),
 ]
@@ -64,23 +60,15 @@ def test_a_flag_that_cannot_be_used_is_named(start_command, module, arguments, n
     [
         ("quickstart.sh", ["runs/a", "runs/b"], "runs/b"),
         ("setup.sh", ["gpus"], "gpus"),
-        ("setup.sh", ["gpu", "test"], "test"),
         ("run.sh", [], "platform"),
         ("run.sh", ["tpu9", "true"], "tpu9"),
-        ("run.sh", ["cpu"], "command"),
         ("local_pod.sh", ["--processes", "3", "--", "true"], "--processes"),
         ("local_pod.sh", ["--dry-run=yes", "--", "true"], "--dry-run=yes"),
-        ("local_pod.sh", ["--processes=0", "--", "true"], "--processes=0"),
         ("local_pod.sh", ["--processes=two", "--", "true"], "--processes=two"),
-        ("local_pod.sh", ["--devices=-1", "--", "true"], "--devices=-1"),
-        ("local_pod.sh", ["--processes=2"], "command"),
         ("local_pod.sh", ["--"], "command"),
         ("tpu_vm.sh", [], "action"),
-        ("tpu_vm.sh", ["create"], "create"),
         ("tpu_vm.sh", ["install"], "--name="),
-        ("tpu_vm.sh", ["run", "--name=a"], "command"),
         ("tpu_vm.sh", ["stop", "--name=a", "--", "y"], "y"),
-        ("slurm.sbatch", ["--processes_per_node=two", "--", "x"], "--processes_per_node=two"),
         ("slurm.sbatch", ["--max_restarts=no", "--", "x"], "--max_restarts=no"),
     ],
 )
@@ -134,23 +122,23 @@ def test_a_run_s_config_is_a_config_file(monkeypatch, tmp_path, form):
 # Every field is to be named with its value.
 FIELDS = [
     {"model.rope_percentage": 1.5},
-    {"model.rope_percentage": -0.1},
     {"model.rope_percentage": math.nan},
     {"model.head_dim": 63},
     {"model.num_heads": 4, "model.num_kv_heads": 3},
     {"model.max_wavelength": 1.0},
-    {"model.dtype": "float8"},
-    {"model.attention": "flash"},
     {"model.remat": "some"},
     {"mesh.tensor": 0},
     {"mesh.data": 0},
-    {"model.num_heads": 4, "mesh.tensor": 8},
     {"model.num_heads": 6, "mesh.tensor": 4},
     {"model.hidden_dim": 1023, "mesh.tensor": 2},
-    {"model.vocab_size": 257, "mesh.tensor": 2},
     {"model.num_kv_heads": 2, "mesh.tensor": 4},
     {"batch_size": 16, "accumulation": 3},
     {"num_steps": 0},
+    {"seed": 2**32},
+    {"seed": -1},
+    {"num_steps": 20, "profile": (0, 2)},
+    {"num_steps": 20, "profile": (5, 4)},
+    {"num_steps": 20, "profile": (1, 21)},
     {"optimizer.warmup_steps": -1},
     {"optimizer.learning_rate": 0.001, "optimizer.final_learning_rate": 1.0},
     {"optimizer.learning_rate": math.inf},
@@ -188,14 +176,10 @@ def test_a_percentage_of_a_layer_that_cannot_be_used_is_named(p):
         {"optimizer.b1": 0.0, "optimizer.b2": 0.0, "optimizer.weight_decay": 0.0},
         {"optimizer.warmup_steps": 0, "optimizer.final_learning_rate": 0.0, "seed": 0},
         {"watchdog_minutes": 0.0, "checkpoint.every_minutes": 0.0, "num_steps": 1, "log_every": 1},
-        {"batch_size": 1, "model.num_layers": 1, "checkpoint.max_to_keep": 1},
         {"eval.max_windows": 1, "data.position_range": 2**31},
         {"model.num_kv_heads": 1, "mesh.tensor": 4},
-        {"model.num_kv_heads": 2, "mesh.tensor": 2},
         {"model.num_kv_heads": 4, "mesh.tensor": 4},
-        {"mesh.data": 2},
-        *({"model.attention": name} for name in ("auto", "xla", "splash", "cudnn")),
-        *({"model.rope_percentage": p} for p in (0, 0.0, 1, 1.0)),
+        {"model.rope_percentage": 0, "seed": 2**32 - 1},
     ],
     ids=str,
 )
@@ -209,18 +193,13 @@ def test_the_ends_of_ranges_are_values(fields):
     ("devices", "slices", "fields", "named"),
     [
         (8, 1, {}, None),
-        (16, 1, {}, None),
         (32, 1, {}, "batch_size=16"),
         (8, 1, {"accumulation": 4}, "batch_size=16"),
-        (32, 1, {"mesh.tensor": 2}, None),
-        (64, 1, {"mesh.tensor": 2}, "batch_size=16"),
         (8, 1, {"mesh.data": 3}, "mesh.data=3"),
         (6, 1, {"mesh.tensor": 4}, "mesh.tensor=4"),
         (8, 1, {"mesh.data": 8, "mesh.tensor": 2}, "mesh.data=8"),
-        (8, 2, {}, None),
         (8, 2, {"mesh.data": 4}, None),
         (8, 2, {"mesh.data": 1}, "mesh.data=1"),
-        (12, 3, {"mesh.data": 4}, "mesh.data=4"),
     ],
 )
 def test_devices_must_divide_the_batch(devices, slices, fields, named):
@@ -281,24 +260,17 @@ def of_http():
 ONE_LINE = [
     (lambda: os.open("/etc/no/such", 0), "/etc/no/such"),
     (lambda: os.open("/", os.O_WRONLY), "/: "),
-    (lambda: os.open("/etc/passwd/x", 0), "/etc/passwd/x"),
     (lambda: os.open("/" + "a" * 300, 0), "File name too long"),
     (raises(PermissionError, errno.EACCES, "Permission denied", "W"), "--output"),
-    (raises(OSError, errno.EROFS, "Read-only file system", "W"), "--output"),
     (raises(OSError, errno.ENOSPC, "No space left on device", "W"), "space"),
-    (raises(OSError, errno.EIO, "Input/output error", "W"), "W: "),
-    (raises(TimeoutError, "slow"), "slow"),
     (lambda: json.loads("{"), "JSONDecodeError"),
-    (lambda: b"\xff".decode(), "UnicodeDecodeError"),
     (lambda: zipfile.ZipFile(__file__), "BadZipFile"),
-    (lambda: zlib.decompress(b"no"), "Error -3"),
     (raises(EOFError, "ended early"), "ended early"),
     (raises(ModuleNotFoundError, "No module named 's3fs'"), "s3fs"),
     (of_tensorstore, "NOT_FOUND"),
     (of_fsspec, "cut"),
     (of_http, "teapot"),
 ]
-OURS = [KeyError, IndexError, TypeError, ValueError, AttributeError, AssertionError]
 
 
 @pytest.mark.parametrize(("call", "named"), ONE_LINE)
@@ -309,7 +281,7 @@ def test_what_the_world_does_ends_with_one_line(call, named):
     assert named in str(known) and "\n" not in str(known) and known.code != 0
 
 
-@pytest.mark.parametrize("kind", [*OURS, RecursionError, NotImplementedError])
+@pytest.mark.parametrize("kind", [KeyError, ValueError, RecursionError])
 def test_a_mistake_of_the_program_keeps_its_traceback(kind):
     assert to_user_error(kind("INTERNAL error of ours")) is None
 
@@ -319,21 +291,13 @@ def test_a_mistake_of_the_program_keeps_its_traceback(kind):
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
-@pytest.mark.parametrize("content", [DEEP, '{"a":' * 100_000, "[" * 100_000])
+@pytest.mark.parametrize("content", [DEEP, "[" * 100_000])
 def test_json_that_is_nested_too_deep_is_refused(tmp_path, content):
     path = epath.Path(tmp_path) / "config.json"
     path.write_text(content)
     assert str(path) in refusal(lambda: read_config(path.parent))
     assert read_json(path) is None, "a cache may be damaged"
     assert read_jsonl(path) == []
-
-
-@pytest.mark.parametrize("error", [OSError("Forbidden: b/o"), ValueError("Bad Request: b/o")])
-def test_a_text_that_the_storage_refuses_is_one_line(tmp_path, monkeypatch, error):
-    """gcsfs's errors have no number."""
-    monkeypatch.setattr(type(epath.Path()), "read_bytes", lambda _: (_ for _ in ()).throw(error))
-    line = refusal(lambda: read_text("text", f"{tmp_path}/a", "give a file"))
-    assert f"--text={tmp_path}/a" in line and str(error) in line
 
 
 def test_a_config_that_is_nested_is_refused(tmp_path):
@@ -346,7 +310,7 @@ def test_a_config_that_is_nested_is_refused(tmp_path):
     refusal(lambda: read_config(path.parent))
 
 
-@pytest.mark.parametrize("line", ["[1]", "7", "null", '"x"', DEEP])
+@pytest.mark.parametrize("line", ["[1]", "null", DEEP])
 def test_a_line_that_is_no_record_is_skipped(tmp_path, line):
     path = epath.Path(tmp_path) / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
@@ -367,32 +331,6 @@ def test_a_pipe_is_not_waited_for(start_command, tmp_path):
     hashes.unlink()
     os.mkfifo(hashes)
     assert "hashes.json" in refusal(lambda: open_run(tmp_path / "run"))
-
-
-def put_link(path):
-    path.symlink_to("none")
-
-
-def put_device(path):
-    try:
-        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))
-    except PermissionError:
-        pytest.skip("only root makes devices")
-
-
-@pytest.mark.parametrize("put", [os.mkfifo, put_device, os.mkdir, put_link])
-def test_what_a_run_writes_is_a_file(tmp_path, put):
-    path = tmp_path / "metrics.jsonl"
-    put(path)
-    assert str(path) in refusal(lambda: append_jsonl(epath.Path(path), {"step": 1}))
-    assert not (tmp_path / "none").exists()
-
-
-def test_records_are_not_written_through_a_link(tmp_path):
-    (tmp_path / "target").write_text("of another\n")
-    (tmp_path / "eval.jsonl").symlink_to(tmp_path / "target")
-    refusal(lambda: append_jsonl(epath.Path(tmp_path / "eval.jsonl"), {"step": 1}))
-    assert (tmp_path / "target").read_text() == "of another\n"
 
 
 # --- Unusual surroundings ---------------------------------------------------------------------

@@ -127,7 +127,7 @@ def test_a_checkpoint_of_which_an_object_is_gone_is_passed_over_and_set_aside(up
 
 
 def test_a_bucket_that_is_not_there_is_one_line(bucket):
-    with pytest.raises(UsageError, match="--workdir=gs://other/run: .*gcloud.* gs://other "):
+    with pytest.raises(UsageError, match="--workdir=gs://other/run: .*gcloud"):
         check_writable("--workdir", epath.Path("gs://other/run"))
 
 

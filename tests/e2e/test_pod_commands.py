@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 from etils import epath
 from support.commands import CONFIG, ROOT, finish
@@ -21,7 +22,7 @@ from prope.runtime.files import upload
 pytestmark = pytest.mark.slow
 
 # Endings of names whose values differ between two runs.
-SPEED = ("tokens_per_second", "seconds", "device", "workdir", "output")
+SPEED = ("tokens_per_second']", "seconds']", "device']", "workdir']", "output']")
 
 
 @pytest.fixture
@@ -108,21 +109,18 @@ def run_both(run_command, run_pod, twice):
     return run
 
 
-def assert_same(one, two, where="") -> None:
+def assert_same(one, two) -> None:
     """Equal but for rounding, 1e-6, and for what SPEED names."""
-    if isinstance(one, dict):
-        assert one.keys() == two.keys(), where
-        for name in one:
-            if not name.endswith(SPEED):
-                assert_same(one[name], two[name], f"{where}.{name}")
-    elif isinstance(one, list):
-        assert len(one) == len(two), where
-        for number, pair in enumerate(zip(one, two, strict=True)):
-            assert_same(*pair, f"{where}[{number}]")
-    elif isinstance(one, float):
-        assert two == pytest.approx(one, rel=1e-6, abs=1e-6), where
-    else:
-        assert one == two, where
+    found = []
+    for result in (one, two):
+        leaves = jax.tree_util.tree_leaves_with_path(result)
+        values = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+        found.append({name: values[name] for name in values if not name.endswith(SPEED)})
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        is_rounded = isinstance(value, float)
+        expected = pytest.approx(value, rel=1e-6, abs=1e-6) if is_rounded else value
+        assert found[1][name] == expected, name
 
 
 def read_records(workdir) -> list[dict]:
@@ -212,31 +210,11 @@ def test_the_first_process_alone_writes_an_analysis(twice):
     assert written_too == []
 
 
-def test_export(run_command, run_pod, twice):
-    first_folder, second_folder = [workdir.parent / "hf" for workdir in twice]
-    arguments = (f"--workdir={twice[0]}", f"--output={first_folder}")
-    one = run_command("prope.export_hf", *arguments)
-    assert one.code == 0, one.stderr
-    arguments = (f"--workdir={twice[1]}", f"--output={second_folder}")
-    first, _ = run_pod("prope.export_hf", *arguments)
-    assert_same(one.result, first.result)
-    written = [
-        {path.name: path.read_bytes() for path in folder.iterdir()}
-        for folder in (first_folder, second_folder)
-    ]
-    assert written[0] == written[1]
-    assert "model.safetensors" in written[0]
-
-
 def test_bench(run_pod):
     first, _ = run_pod("prope.bench", CONFIG, "--steps=2")
     result = first.result
     assert result["devices"] == 4
     assert result["tokens_per_second"] == pytest.approx(8 * 64 / result["step_seconds"])
-    rate = result["model_flops_per_token"] * result["tokens_per_second"]
-    assert result["model_flops_per_second"] == pytest.approx(rate), "of all devices"
-    first, _ = run_pod("prope.bench", "--rope", "--shape=1,64,2,64")
-    assert first.result["prope"]
 
 
 AGREE = """
@@ -301,12 +279,6 @@ def test_an_error_of_one_process_ends_both_with_one_line(refused_by_pod, wide, t
     for line in refused_by_pod(module, f"--workdir={wide}", "--step=3", *more):
         assert "--step=3" in line
         assert "no such checkpoint" in line
-
-
-def test_a_host_that_does_not_see_the_run(refused_by_pod, wide, tmp_path):
-    workdirs = [f"--workdir={wide}", f"--workdir={tmp_path}"]
-    for line in refused_by_pod("prope.sample", workdirs, "--prompt=a"):
-        assert f"--workdir={tmp_path}: no run there" in line
 
 
 # Every process checks the files of params that hold its shards; the first reads data for all.

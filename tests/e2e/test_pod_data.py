@@ -81,16 +81,6 @@ if process == '1':
             assert line.endswith("share it")
 
 
-@pytest.mark.slow
-def test_the_others_wait_however_long_it_takes(tmp_path, cache_dir):
-    started = start_two_patched(slow(20), tmp_path, cache_dir)
-    first, second = (process.communicate(timeout=300)[1] for process in started)
-    assert [process.returncode for process in started] == [0, 0], first + second
-    assert first.count("OPENS") == 2
-    assert "OPENS" not in second
-    assert second.count("waiting for process 0") > 10
-
-
 @pytest.mark.parametrize(
     "cause, code, line",
     [

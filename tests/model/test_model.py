@@ -22,7 +22,6 @@ from support.models import (
 )
 from support.models import draw_model as draw
 
-from prope import config as config_lib
 from prope import model
 from prope.config import default_config, set_layer_percentages
 from prope.loss import weighted_loss
@@ -47,10 +46,6 @@ def assert_equals_formula(config, params, tokens, positions, segments=None):
 def test_equals_the_formula(p, kv_heads):
     config = small(rope_percentage=p, num_kv_heads=kv_heads)
     assert_equals_formula(config, *draw(config))
-
-
-def test_every_switch_is_tested():
-    assert {*SWITCHES, *SWITCHES_OF_KINDS} == set(config_lib.SWITCHES)
 
 
 TWO_KINDS = {

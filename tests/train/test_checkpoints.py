@@ -2,12 +2,10 @@
 
 import errno
 import functools
-import json
 import shutil
 import time
 
 import jax
-import jax.numpy as jnp
 import pytest
 from etils import epath
 from gcsfs.retry import HttpError
@@ -16,7 +14,6 @@ from support.models import same
 from support.runs import NO_WINDOWS, make_run, restore_training, save_checkpoints
 
 from configs.quickstart import get_config
-from prope import sharding
 from prope import step as step_lib
 from prope import train as train_lib
 from prope.errors import RunFailed, UsageError
@@ -28,21 +25,21 @@ from prope.step import init_state, prepare
 from prope.workdir import checkpoints as checkpoints_lib
 from prope.workdir.checkpoints import Checkpoints, save_imported
 from prope.workdir.hashes import hash_arrays
-from prope.workdir.reader import CheckpointReader, Damaged
+from prope.workdir.reader import CheckpointReader
 from prope.workdir.run import open_run, read_config
 from prope.workdir.source import INIT_FROM
 
 
 def lose_array(folder, hashes):
     """Has an array's files be lost before a checkpoint is finished."""
-    shutil.rmtree(folder / "opt_state")
+    shutil.rmtree(folder / "params")
     write_hashes(folder, hashes)
 
 
 write_hashes = checkpoints_lib.write_hashes
 LOSSES = {
     "hashes.json is missing": lambda folder, hashes: None,
-    "opt_state: .*cannot be read": lose_array,
+    "params: .*cannot be read": lose_array,
 }
 
 
@@ -53,6 +50,9 @@ def test_the_first_checkpoint_of_a_run_is_read_back(tmp_path, monkeypatch, reaso
     says = f"run/checkpoints/1: was written, and cannot be read back .{reason}"
     with pytest.raises(RunFailed, match=says):
         save_checkpoints(tmp_path / "run", config, {1: params})
+    with pytest.raises(RunFailed, match="imported/checkpoints/0: .*cannot be read back"):
+        identity = {"config": config.to_dict(), "init_hash": "0" * 16}
+        save_imported(epath.Path(tmp_path / "imported"), params, identity, {})
     # Later ones are not waited for.
     save_checkpoints(tmp_path / "whole", config, {8: params})
 
@@ -60,19 +60,14 @@ def test_the_first_checkpoint_of_a_run_is_read_back(tmp_path, monkeypatch, reaso
 # What saving meets, and the exit code: 76 where launchers may start again.
 SAVING = [
     (OSError(errno.EIO, "Input/output error"), 76),
-    (ValueError("UNAVAILABLE: 503 from the bucket"), 76),
     (ValueError("Bad Request [http_response_code='400']"), 76),
     (ValueError("FAILED_PRECONDITION: Failed to write [os_error_code='107']"), 76),
     (HttpError({"code": 403, "message": "says the bucket"}), 76),
     (ValueError("UNKNOWN: Failed to write: No space left on device [os_error_code='28']"), 1),
     (ValueError("PERMISSION_DENIED: Failed to open [os_error_code='13']"), 1),
-    (PermissionError(errno.EACCES, "Permission denied"), 1),
     (OSError(errno.EROFS, "Read-only file system"), 1),
-    (TypeError("an error of the program"), None),
-    (KeyError("an error of the program"), None),
     (ValueError("an error of the program"), None),
     (jax.errors.JaxRuntimeError("INTERNAL: an error of the device"), None),
-    (MemoryError("Unable to allocate 7.45 GiB"), None),
 ]
 
 
@@ -185,13 +180,6 @@ def test_the_state_of_each_optimizer_is_restored_and_of_no_other(tmp_path, monke
         assert "damaged" not in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_run_of_before_there_was_a_choice_is_adamws(tmp_path):
-    values = get_config("tiny").to_dict()
-    del values["optimizer"]["name"]
-    (tmp_path / "config.json").write_text(json.dumps({"format": 3} | values))
-    assert read_config(epath.Path(tmp_path)).optimizer.name == "adamw"
-
-
 # What other code might make: the path of a row of parameters and its change.
 OTHER_CODE = {
     "one more": {"layers/extra_norm/scale": TABLE["layers/pre_ffw_norm/scale"]},
@@ -229,17 +217,6 @@ def test_parameters_of_other_code_are_refused_by_all_that_read_them(
     assert not (tmp_path / "hf").exists()
 
 
-def test_another_dtype_is_not_damage(tmp_path):
-    """As where JAX_ENABLE_X64 makes parameters of float64: the line names both."""
-    _, params = make_run(tmp_path / "run")
-    folder = tmp_path / "run/checkpoints/7"
-    wide = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), params)
-    abstract = sharding.with_shardings(wide, sharding.make_mesh())
-    with pytest.raises(UsageError, match="is float32.*bfloat16") as raised:
-        CheckpointReader(folder).restore(params=abstract)
-    assert not isinstance(raised.value, Damaged)
-
-
 @pytest.mark.parametrize(
     "names", [(), ("extra_layernorm",), ("input_layernorm",)], ids=["none", "unknown", "taken"]
 )
@@ -273,26 +250,6 @@ def test_a_run_killed_before_its_first_save_starts_from_the_same_parameters(
     assert rerun.code == 0, rerun.stderr
     for name in ("loss", "eval_loss", "init_hash"):
         assert rerun.result[name] == straight.result[name]
-
-
-@pytest.mark.slow
-def test_requests_of_a_save_do_not_grow_with_the_checkpoints_that_are_kept(
-    bucket, storage, tmp_path
-):
-    config, params = make_run(tmp_path / "run")
-    counts = []
-    for kept in (1, 21):
-        url = epath.Path(bucket) / str(kept)
-        save_checkpoints(url, config, {100: params})
-        for step in range(1, kept):
-            (url / f"checkpoints/{step}/hashes.json").write_text("{}")
-        with Checkpoints(url) as checkpoints:
-            storage.requests()
-            identity = {"config": config.to_dict(), "init_hash": "0" * 16}
-            checkpoints.save(101, params, {"count": jnp.zeros(())}, identity, {})
-            checkpoints._manager.wait_until_finished()
-            counts.append(len(storage.requests()))
-    assert counts[1] <= counts[0] + 5
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def test_a_training_that_slept_has_lost_the_run_and_writes_nothing(place, take, 
     monkeypatch.setattr(lease_lib, "RENEW_SECONDS", 0.1)
     second = take(place)
     assert not first.is_held()
-    with pytest.raises(RunFailed, match="another training has taken this run over"):
+    with pytest.raises(RunFailed, match="another training took it over"):
         first.check()
     assert lost.wait(20)
     first.release()
@@ -118,7 +118,7 @@ def test_what_is_no_lease_holds_nothing(place, take, content):
     assert lease.is_held()
     lease.stop()
     (place / "lease.json").unlink()
-    with pytest.raises(RunFailed, match=r"lease\.json was removed"):
+    with pytest.raises(RunFailed, match=r"lease\.json: was removed"):
         lease.check()
 
 
@@ -386,7 +386,7 @@ def test_two_trainings_at_once_are_one(start_command, tmp_path):
     both = [start_command("prope.train", *arguments, patch=patch) for _ in range(2)]
     outcomes = sorted(map(finish, both), key=lambda outcome: outcome.code)
     assert [outcome.code for outcome in outcomes] == [0, 76], outcomes
-    assert "another training is at work there" in outcomes[1].stderr.splitlines()[-1]
+    assert "another training is at work" in outcomes[1].stderr.splitlines()[-1]
     steps = [record["step"] for record in read_lines(tmp_path / "metrics.jsonl")]
     assert steps == list(range(1, 21))
     assert outcomes[0].result["loss"] == read_lines(tmp_path / "metrics.jsonl")[-1]["loss"]
@@ -404,6 +404,6 @@ def test_a_suspended_training_that_wakes_changes_nothing(start_command, tmp_path
     first.signal(signal.SIGCONT)
     outcome = finish(first)
     assert outcome.code == 1
-    assert outcome.stderr.splitlines()[-1].startswith("stopped: --workdir=")
+    assert outcome.stderr.splitlines()[-1].startswith(f"stopped: {tmp_path}/lease.json: ")
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.json*")} == before
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["10", "20"]

@@ -48,11 +48,10 @@ def tiny_step():
     return config, step, state, batch
 
 
-@pytest.mark.parametrize("number", [jnp.nan, pytest.param(jnp.inf, marks=pytest.mark.slow)])
-def test_a_skipped_step_changes_nothing_but_the_schedule(number):
+def test_a_skipped_step_changes_nothing_but_the_schedule():
     config, step, state, batch = tiny_step()
     params, opt_state, _ = step(*state, batch)
-    bad = batch | {"weights": batch["weights"].at[0, 0].set(number)}
+    bad = batch | {"weights": batch["weights"].at[0, 0].set(jnp.nan)}
     kept_params, kept_state, metrics = step(params, opt_state, bad)
     assert not np.isfinite(metrics["loss"])
     jax.tree.map(np.testing.assert_array_equal, params, kept_params)
@@ -96,9 +95,7 @@ def test_ten_skips_in_a_row_end_the_run_however_often_it_was_interrupted(train, 
     first = skips(tmp_path / "run")[0][0]
     outcome = train(tmp_path / "run", *diverge)
     assert outcome.code == 1
-    assert re.search(
-        f"step {first + 9} has loss .*, the last of 10 skipped in a row", outcome.error
-    )
+    assert re.search(f"step {first + 9} has loss .*, 10 in a row", outcome.error)
     assert skips(tmp_path / "run") == [(first + i, 1 + i) for i in range(9)]
 
 

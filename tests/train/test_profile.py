@@ -1,40 +1,23 @@
 """What a run shows of itself while it trains: figures in metrics.jsonl, and traces of steps."""
 
 import contextlib
-import gzip
-import json
-from types import SimpleNamespace
 
 import fsspec
 import jax
 import pytest
 from jax.profiler import ProfileData
-from support.commands import logged, losses
+from support.commands import losses
 
-from prope.config import default_config
-from prope.errors import UsageError
 from prope.runtime.profiler import Profiler
-from prope.runtime.validate import validate
-from prope.workdir import metrics
 
 
 def read_traces(workdir) -> list[list[int]]:
-    """The steps that each trace of a run names, in Perfetto's form and in the profiler's."""
+    """The steps that each trace of a run names."""
     traces = []
     for folder in sorted((workdir / "profile/plugins/profile").iterdir()):
-        (perfetto,) = folder.glob("*.trace.json.gz")
         (xplane,) = folder.glob("*.xplane.pb")
-        steps = perfetto_steps(perfetto)
-        assert xplane_steps(xplane) == steps
-        traces.append(steps)
+        traces.append(xplane_steps(xplane))
     return traces
-
-
-def perfetto_steps(path) -> list[int]:
-    with gzip.open(path) as file:
-        events = json.load(file)["traceEvents"]
-    arguments = [event.get("args", {}) for event in events]
-    return sorted(int(args["step_num"]) for args in arguments if "step_num" in args)
 
 
 def xplane_steps(path) -> list[int]:
@@ -80,69 +63,7 @@ def trace_one_step(workdir):
         assert profiler.run(1, lambda x: x + 1, 2) == 3
 
 
-@pytest.mark.parametrize("folder_exists", [False, True])
-def test_a_trace_is_written_to_a_folder(tmp_path, folder_exists):
-    if folder_exists:
-        (tmp_path / "profile").mkdir()
-    trace_one_step(tmp_path)
-    assert read_traces(tmp_path) == [[1]]
-
-
 def test_storage_that_fails_ends_no_run(tmp_path, caplog):
     (tmp_path / "profile").write_text("no folder")
     trace_one_step(tmp_path)
     assert "profile: the trace cannot be written: " in caplog.text
-
-
-@pytest.mark.parametrize("steps", [(3,), (0, 2), (5, 4), (1, 21), (1.0, 2)])
-def test_a_range_to_profile_must_be_two_steps_of_the_run(steps):
-    config = default_config()
-    config.num_steps = 20
-    config.optimizer.warmup_steps = 2
-    config.profile = (20, 20)
-    validate(config)
-    config.profile = steps
-    with pytest.raises(UsageError, match=r"config.profile=\(.*num_steps=20"):
-        validate(config)
-
-
-def test_metrics_have_the_speed_and_the_memory(monkeypatch, tmp_path):
-    """Two devices with a peak of 100 GFLOP/s take 1 s for a step of 8 tokens of 10 GFLOPs each."""
-    clock = [0.0]
-    stats = {"bytes_in_use": 5, "peak_bytes_in_use": 7}
-    device = SimpleNamespace(memory_stats=lambda: stats)
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(metrics.jax, "local_devices", lambda: [device])
-    monkeypatch.setattr(metrics.jax, "device_count", lambda: 2)
-    config = default_config()
-    config.update(batch_size=2, num_steps=2, log_every=1)
-    config.data.seq_len = 4
-    config.optimizer.warmup_steps = 1
-    values = {"loss": 1.0, "grad_norm": 1.0, "batch_hash": 1}
-    rates = {"model_flops_per_token": 10e9, "peak_flops": 100e9}
-    with metrics.MetricWriter(config, tmp_path, 0, 2, **rates) as writer:
-        # A step is reported when the next one was dispatched.
-        for step in (1, 2, 3):
-            writer.step(step, dict(values))
-            clock[0] += 1
-    first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert first.keys() == second.keys()
-    expected = {
-        "step_seconds": 1.0,
-        "tokens_per_second": 8.0,
-        "model_tflops_per_second_per_device": pytest.approx(8 * 10e9 / 2 / 1e12),
-        "mfu": pytest.approx(0.4),
-        "memory_bytes": 5,
-        "peak_memory_bytes": 7,
-    }
-    assert {name: second[name] for name in expected} == expected
-
-
-def test_what_is_not_known_on_a_cpu_is_null(trained):
-    for name in ("mfu", "memory_bytes", "peak_memory_bytes"):
-        assert set(logged(trained[0], name).values()) == {None}
-    seconds = logged(trained[0], "step_seconds")
-    for step, speed in logged(trained[0], "tokens_per_second").items():
-        assert seconds[step] == pytest.approx(8 * 64 / speed)
-    speeds = logged(trained[0], "model_tflops_per_second_per_device")
-    assert min(speeds.values()) > 0

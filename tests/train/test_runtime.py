@@ -1,12 +1,11 @@
 """Timers, votes and start of a run, with a clock that the test sets; a device's memory."""
 
-import contextlib
 import ctypes
 import importlib
-import json
 import math
 import os
 import queue
+import re
 import shutil
 import subprocess
 import sys
@@ -14,15 +13,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from etils import epath
 from support.commands import ROOT
-from support.heads import make_walk
-from support.runs import evaluate_run, make_run
-from support.text import write_lines
+from support.text import read_lines
 
 from prope.config import default_config
-from prope.errors import UsageError
-from prope.hf import exporter
 from prope.runtime import interrupts, memory, processes, startup, watchdog
 from prope.runtime.session import Session
 from prope.workdir import metrics
@@ -105,18 +99,6 @@ def test_the_watchdog_hears_what_works_far_from_it_and_waits_while_processes_joi
     assert dog._progress == "a part of it"
 
 
-def test_what_commands_do_for_long_reports_progress(tmp_path, monkeypatch):
-    progress = []
-    monkeypatch.setattr(watchdog, "alive", progress.append)
-    make_run(tmp_path / "run")
-    exporter.export(tmp_path / "run", tmp_path / "hf")
-    assert progress[-1] == "the tensors before model.norm.weight"
-    evaluate_run(tmp_path / "run", dataset="synthetic/copy", max_windows=20, batch_size=8)
-    assert progress[-3:] == [f"sequence {start} of 20" for start in (0, 8, 16)]
-    make_walk(tmp_path / "run").enter()
-    assert progress[-1] == "a part of the analysis"
-
-
 SIGTERM_AS_PROCESS_1 = """
 import os, signal
 if os.getpid() != 1:  # namespaces are not permitted here
@@ -166,37 +148,16 @@ def test_a_program_on_a_cpu_runs_again_in_the_memory_of_its_last_run():
     assert int(done.stdout) < 1000, done.stderr  # 81 MB are 19,775 pages
 
 
-@pytest.mark.parametrize("fails", [(False, False), (False, True), (True, False), (True, True)])
-@pytest.mark.parametrize("this", [0, 1])
-def test_an_error_of_one_process_counts(monkeypatch, fails, this):
-    errors = [f"bad input {process}" if fails[process] else "" for process in (0, 1)]
-
-    def allgather(error):
-        assert error.tobytes().decode().strip() == errors[this]
-        rows = [text.encode().ljust(len(error)) for text in errors]
-        return np.array([np.frombuffer(row, np.uint8) for row in rows])
-
-    monkeypatch.setattr(processes, "_count", 2)
-    monkeypatch.setattr(processes, "wait", lambda: None)
-    monkeypatch.setattr(processes.multihost_utils, "process_allgather", allgather)
-    expected = contextlib.nullcontext()
-    if any(fails):
-        line = errors[this] or f"process {1 - this}: {errors[1 - this]}"
-        expected = pytest.raises(UsageError, match=f"^{line}$")
-    with expected, processes.raise_on_all():
-        if fails[this]:
-            raise UsageError(errors[this])
-
-
-def test_speed_leaves_out_pauses(clock, tmp_path, config):
-    """Steps of 10 s, with an evaluation of 1000 s after the second one."""
+def test_speed_leaves_out_pauses(clock, tmp_path, config, monkeypatch):
+    """Steps of 10 s, with an evaluation of 1000 s after the second one; 10 GFLOPs a token."""
     config.log_every = 1
     tokens = config.batch_size * config.data.seq_len
     values = {"loss": np.float32(1), "grad_norm": np.float32(1), "batch_hash": np.uint32(1)}
-    evaluation = {"fingerprint": "0" * 16, "windows": 1, "loss": 1.0}
-    for name in ("perplexity", "bits_per_byte", "unigram_bits_per_byte"):
-        evaluation[name] = 1.0
-    with metrics.MetricWriter(config, tmp_path, 0, 4, 1e6, None) as writer:
+    stats = {"bytes_in_use": 5, "peak_bytes_in_use": 7}
+    device = SimpleNamespace(memory_stats=lambda: stats)
+    monkeypatch.setattr(metrics.jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(metrics.jax, "device_count", lambda: 2)
+    with metrics.MetricWriter(config, tmp_path, 0, 4, 10e9, 100e9) as writer:
         for step in (1, 2, 3, 4):
             clock[0] += 8
             writer.step(step, dict(values))
@@ -204,13 +165,16 @@ def test_speed_leaves_out_pauses(clock, tmp_path, config):
             if step in (2, 4):  # a pause reports the step before it
                 with writer.pause():
                     clock[0] += 1000
-                    writer.evaluation(step, evaluation)
         summary = writer.summary("0" * 16)
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    seconds = [tokens / json.loads(line)["tokens_per_second"] for line in lines]
+    records = read_lines(tmp_path / "metrics.jsonl")
+    seconds = [tokens / record["tokens_per_second"] for record in records]
     # A step is reported when the next one was dispatched, or before a pause.
     assert seconds == pytest.approx([18, 2, 18, 2])
     assert summary["tokens_per_second"] == pytest.approx(tokens / 10)
+    flops = tokens * 10e9 / 18 / 2
+    assert records[0]["model_tflops_per_second_per_device"] == pytest.approx(flops / 1e12)
+    assert records[0]["mfu"] == pytest.approx(flops / 100e9)
+    assert (records[0]["memory_bytes"], records[0]["peak_memory_bytes"]) == (5, 7)
 
 
 @pytest.mark.parametrize("request_", interrupts.Request)
@@ -223,50 +187,19 @@ def test_only_a_stop_ends_what_can_wait(monkeypatch, request_):
     assert session.wants_save == (request_.name != "NONE")
 
 
-def test_an_evaluation_without_numbers_is_written_and_shown(tmp_path, caplog, config):
-    caplog.set_level("INFO", "prope")
+def test_an_evaluation_without_numbers_is_written(tmp_path, config):
     evaluation = {"fingerprint": "0" * 16, "windows": 1, "loss": None}
     names = ("perplexity", "bits_per_byte", "unigram_bits_per_byte")
     with metrics.MetricWriter(config, tmp_path, 0, 4, 1e6, None) as writer:
-        writer.evaluation(2, evaluation | dict.fromkeys(names) | {"loss": 2.0})
         writer.evaluation(4, evaluation | dict.fromkeys(names))
         summary = writer.summary("0" * 16)
     assert [summary[name] for name in ("eval_loss", *names)] == 4 * [None]
-    assert "step 2: validation loss 2.0000\n" in caplog.text
-    assert "step 4: validation without a predicted token" in caplog.text
-
-
-def test_records_for_all_processes_are_read_by_the_first(tmp_path, monkeypatch, config):
-    monkeypatch.setattr(processes, "_count", 2)
-    monkeypatch.setattr(processes, "_index", 1)
-    monkeypatch.setattr(processes, "_wait_for_value", lambda key: '{"value": 3}')
-    monkeypatch.setattr(metrics, "read_jsonl", lambda path: pytest.fail("read by another host"))
-    with metrics.MetricWriter(config, tmp_path, 0, 4, 1e6, None) as writer:
-        assert writer._skips_in_a_row == 3
-
-
-@pytest.mark.parametrize(("step", "in_a_row"), [(4, 0), (5, 3), (6, 0)])
-def test_skips_in_a_row_end_with_the_step_that_a_run_resumes_from(tmp_path, step, in_a_row):
-    write_lines(tmp_path / "skips.jsonl", [{"step": 5, "in_a_row": 3}])
-    assert metrics._skips_before(epath.Path(tmp_path), step) == in_a_row
-
-
-def test_a_summary_without_an_evaluation_has_nulls(tmp_path, config):
-    with metrics.MetricWriter(config, tmp_path, 0, 4, 1e6, None) as writer:
-        summary = writer.summary("0" * 16)
-    names = ("eval_loss", "perplexity", "bits_per_byte", "unigram_bits_per_byte", "loss")
-    assert [summary[name] for name in names] == 5 * [None]
 
 
 def test_the_commit_is_gits_or_the_one_that_was_told(monkeypatch):
     monkeypatch.delenv("PROPE_COMMIT", raising=False)
-    command = ["git", "rev-parse", "HEAD"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     commit = startup.find_commit()
-    if done.returncode == 0:
-        assert commit.removesuffix("+changes") == done.stdout.strip()
-    else:
-        assert commit is None
+    assert commit is None or re.fullmatch(r"[0-9a-f]{40,}(\+changes)?", commit)
     monkeypatch.setenv("PATH", "/nowhere")  # without git
     assert startup.find_commit() is None
     monkeypatch.setenv("PROPE_COMMIT", "abc")

@@ -11,13 +11,13 @@ import sys
 import jax
 import numpy as np
 import pytest
-from support.commands import CONFIG, ROOT, logged, losses
+from support.commands import CONFIG, ROOT, logged, losses, refusal
 from support.models import same
 from support.runs import restore_training as start
 from support.text import WIKIPEDIA as NAME
 from support.text import articles, read_lines, write_lines, write_tfds
 
-from prope import command, sharding
+from prope import sharding
 from prope.data.windows import Windows
 from prope.errors import UsageError
 from prope.inference.losses import LossEvaluation
@@ -52,6 +52,7 @@ def test_a_run_leaves_what_it_should(trained):
     steps = read_lines(workdir / "metrics.jsonl")
     assert [record["step"] for record in steps] == list(range(1, 21))
     assert steps[0].keys() >= LOGGED
+    assert steps[0]["mfu"] is steps[0]["memory_bytes"] is None, "not known on a CPU"
     assert len({record["batch_hash"] for record in steps}) == 20
     assert steps[0]["loss"] > steps[-1]["loss"]
     evaluations = read_lines(workdir / "eval.jsonl")
@@ -91,13 +92,6 @@ def test_a_finished_run_is_not_trained_again(trained, train, run_command, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_checkpoint_on_the_way_holds_its_own_step(whole, train, tmp_path):
-    """The next step takes over the memory of the state that is being saved."""
-    assert train(tmp_path / "run", EVERY_STEP, "--stop_at_step=10").result["step"] == 10
-    assert same(open_run(tmp_path / "run", 10).params(), open_run(whole[0], 10).params())
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("p", [0, 0.25, 1])
 def test_runs_that_differ_in_p_differ_in_nothing_else(whole, train, tmp_path, p):
     workdir, result = whole
@@ -109,27 +103,6 @@ def test_runs_that_differ_in_p_differ_in_nothing_else(whole, train, tmp_path, p)
     assert logged(tmp_path / "run", "batch_hash") == logged(workdir, "batch_hash")
     data = [CheckpointReader(w / "checkpoints" / "20").data for w in (tmp_path / "run", workdir)]
     assert data[0] == data[1]
-
-
-@pytest.mark.slow
-def test_evaluation_does_not_depend_on_the_batch_size(whole, run_command, cache_dir, monkeypatch):
-    workdir, _ = whole
-    monkeypatch.setenv("PROPE_CACHE", str(cache_dir))
-    flags = (f"--workdir={workdir}", "--batch_size=3", "--max_windows=10")
-    outcome = run_command("prope.evaluate", *flags)
-    assert outcome.result.keys() >= EVALUATED
-    assert (outcome.result["step"], outcome.result["rotated_pairs"]) == (20, 12)
-    run = open_run(workdir)
-    windows = Windows(run.config.data, run.config.model.vocab_size, "validation")
-    params = run.params()
-    found = []
-    for size in (1, 3, 8):
-        run.config.eval.update({"batch_size": size, "max_windows": 10})
-        evaluation = LossEvaluation(run.config, windows)
-        found.append(evaluation.evaluate(params, sharding.make_mesh()))
-    assert {record["tokens"] for record in found} == {outcome.result["tokens"]}
-    losses = [record["loss"] for record in found]
-    np.testing.assert_allclose(losses, outcome.result["loss"], rtol=1e-6)
 
 
 def test_evaluation_of_a_uniform_model_is_the_log_of_the_vocabulary(whole, cache_dir, monkeypatch):
@@ -146,13 +119,6 @@ def test_evaluation_of_a_uniform_model_is_the_log_of_the_vocabulary(whole, cache
     size = windows.store.index["validation"]["bytes"]
     bits = np.log2(260) * found["tokens"]
     np.testing.assert_allclose(found["bits_per_byte"], bits / size, rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_another_length_and_another_dataset_are_flags(whole, run_command, tmp_path):
-    flags = (f"--workdir={whole[0]}", "--seq_len=128", *text_files(tmp_path, "--"))
-    outcome = run_command("prope.evaluate", *flags)
-    assert (outcome.result["seq_len"], outcome.result["dataset"]) == (128, "files")
 
 
 @pytest.mark.slow
@@ -204,25 +170,12 @@ def test_one_run_on_one_and_on_eight_devices(whole, train, run_command, tmp_path
     assert spread.code == 0, spread.stderr
     assert spread.result["init_hash"] == result["init_hash"]
     evaluated = run_command("prope.evaluate", f"--workdir={tmp_path / 'run'}", "--max_windows=8")
+    assert evaluated.result.keys() >= EVALUATED
     np.testing.assert_allclose(evaluated.result["loss"], spread.result["eval_loss"], rtol=1e-5)
     train(tmp_path / "run", EVERY_STEP, "--config.accumulation=2")
     assert logged(tmp_path / "run", "batch_hash") == logged(workdir, "batch_hash")
     ours, theirs = losses(tmp_path / "run"), losses(workdir)
     np.testing.assert_allclose([ours[s] for s in theirs], list(theirs.values()), rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_starting_from_the_parameters_of_another_run(whole, train, tmp_path):
-    workdir, result = whole
-    started = train(tmp_path / "run", f"--init_from={workdir}", "--config.seed=3")
-    assert (
-        started.result["init_hash"]
-        == hash_arrays(open_run(workdir).params())
-        != result["init_hash"]
-    )
-    refused = train(tmp_path / "other", f"--init_from={workdir}", "--config.model.hidden_dim=64")
-    assert not (tmp_path / "other").exists()
-    assert "is another model (model.hidden_dim: 128, not 64)" in refused.error
 
 
 STAGE = {
@@ -244,19 +197,8 @@ def test_a_stage_of_training_changes_length_and_encoding(trained, tmp_path, capl
         config.update_from_flattened_dict(STAGE | {"num_steps": 30, "batch_size": 4, "seed": 9})
         step, params, _ = start(config, tmp_path / "a", trained[0])
     assert (step, params) == (0, hash_arrays(open_run(trained[0]).params()))
-    before = {"data.seq_len": 64, "model.rope_percentage": 0.75, "model.max_wavelength": 10_000.0}
-    before |= {"model.layer_types": (), "model.remat": "none"}
-    (line,) = [line for line in caplog.messages if line.startswith(f"other than in {trained[0]}: ")]
-    found = line.partition(": ")[2].split("; ")
-    assert sorted(found) == sorted(
-        f"{name}: {before.get(name)} -> {value}" for name, value in STAGE.items()
-    )
-    for name, value in (
-        ("num_heads", 4),
-        ("dtype", "bfloat16"),
-        ("use_qk_norm", True),
-        ("vocab_size", 300),
-    ):
+    assert "model.rope_percentage: 0.75 -> 0.5" in caplog.text
+    for name, value in (("num_heads", 4), ("dtype", "bfloat16")):
         config = open_run(trained[0]).config
         config.model.max_wavelength = 500_000.0
         theirs, config.model[name] = config.model[name], value
@@ -286,65 +228,18 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(train,
     )
 
 
-@pytest.mark.slow
-def test_an_evaluation_without_a_predicted_token_does_not_end_a_run(train, tmp_path):
-    """Of long questions with short answers, the window that is evaluated holds no answer."""
-    (tmp_path / "text").mkdir()
-    records = [{"q": f"{i} {'why ' * 1000}", "a": "so"} for i in range(60)]
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    (tmp_path / "text/a.jsonl").write_text(lines)
-    fields = {
-        "data.dataset": "files",
-        "data.data_dir": tmp_path / "text",
-        "data.template": "{q} {a}",
-        "data.loss_on": "targets",
-        "data.validation_fraction": 0.3,
-        "eval.max_windows": 1,
-        "num_steps": 4,
-        "eval_every": 2,
-        "checkpoint_every": 2,
-    }
-    flags = [f"--config.{name}={value}" for name, value in fields.items()]
-    stopped = train(tmp_path / "run", *flags, "--stop_at_step=2")
-    assert stopped.code == 0, stopped.stderr
-    outcome = train(tmp_path / "run", *flags)
-    assert outcome.code == 0, outcome.stderr
-    assert outcome.result["step"] == 4 and outcome.result["eval_loss"] is None
-    assert "step 4: validation without a predicted token" in outcome.stderr
-
-
-@pytest.mark.slow
-def test_the_loss_curve_is_drawn(whole, run_command, tmp_path):
-    outcome = run_command("prope.report", f"--workdir={whole[0]}")
-    report = whole[0] / "report"
-    assert (report / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert outcome.result == {"output": str(report / "index.html"), "runs": [str(whole[0])]}
-    assert "no run there" in run_command("prope.report", f"--workdir={tmp_path}").error
-
-
 # --- Bad input --------------------------------------------------------------------------------
 
 
 # What is given, and the name that the line has.
 REFUSED = [
     ("--config.model.rope_percentag=0.5", "model.rope_percentage"),
-    ("--config.modle.head_dim=64", "model.head_dim"),
     ("--config.num_steps=many", "config.num_steps"),
-    ("--config.num_steps=1.5", "config.num_steps"),
     ("--config.model.rope_percentage=1.5", "config.model.rope_percentage"),
-    ("--config.model.rope_percentage=-0.1", "config.model.rope_percentage"),
-    ("--config.model.rope_percentage=nan", "config.model.rope_percentage"),
-    ("--config.model.head_dim=33", "config.model.head_dim"),
-    ("--config.model.num_kv_heads=3", "model.num_kv_heads"),
-    ("--config.accumulation=3", "accumulation"),
     ("--config.model.vocab_size=100", "vocab_size"),
     ("--config.data.tokenizer=none.model", "none.model"),
     ("--config.data.dataset=wikipedia/20230601.en", "config.data.data_dir"),
-    ("--config.checkpoint.keep_every=0", "config.checkpoint.keep_every"),
-    ("--config.watchdog_minutes=-1", "config.watchdog_minutes"),
     ("--stop_at_step=0", "--stop_at_step"),
-    ("--workdir=http://host/run", "--workdir"),
-    ("--cnofig=x", "--config"),
     ("stray", "stray"),
 ]
 IN_A_FILE = [
@@ -388,10 +283,7 @@ def test_bad_input_gets_one_line_before_a_device_is_touched(train, run_command, 
 def test_a_batch_that_the_devices_cannot_divide(train, tmp_path):
     outcome = train(tmp_path / "runs" / "a", "--config.batch_size=12", devices=8)
     assert "config.batch_size=12" in outcome.error
-    assert not list(tmp_path.iterdir()), "no empty folder is left"
-    (tmp_path / "own").mkdir()
-    assert train(tmp_path / "own", "--config.batch_size=12", devices=8).code == 2
-    assert (tmp_path / "own").is_dir(), "it was there before"
+    assert not (tmp_path / "runs/a").exists()
 
 
 def test_a_directory_of_another_run_is_refused_and_left_alone(whole, train):
@@ -416,49 +308,22 @@ def test_other_data_under_a_run_is_refused(train, tmp_path):
     assert "checkpoint 2 was trained on other data" in outcome.error
 
 
-def test_what_evaluation_cannot_find(whole, run_command, tmp_path):
+def test_what_a_reader_cannot_find(whole, tmp_path):
     workdir, _ = whole
 
-    def refused(workdir, *flags):
-        outcome = run_command("prope.evaluate", f"--workdir={workdir}", *flags)
-        assert outcome.code == 2
-        return outcome.error
-
-    assert f"{tmp_path}/none" in refused(tmp_path / "none")
     (tmp_path / "config.json").write_text((workdir / "config.json").read_text())
-    assert "checkpoint" in refused(tmp_path)
-    (tmp_path / "checkpoints").mkdir()
-    assert "checkpoint" in refused(tmp_path)
-    assert "10, 20" in refused(workdir, "--step=11")
+    assert "checkpoint" in refusal(lambda: open_run(tmp_path))
     values = json.loads((workdir / "config.json").read_text())
     values["model"]["rope_percentage"] = 1.0
     (tmp_path / "config.json").write_text(json.dumps(values))
-    (tmp_path / "checkpoints").rmdir()
     (tmp_path / "checkpoints").symlink_to(workdir / "checkpoints")
-    assert "model.rope_percentage: 0.75, not 1.0" in refused(tmp_path)
+    assert "model.rope_percentage: 0.75, not 1.0" in refusal(lambda: open_run(tmp_path))
 
 
-def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 5_000_000})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(
         UsageError, match="the disk is full: a checkpoint needs 9 MB and 5 MB are free"
     ):
         check_disk(tmp_path, 9_000_000)
-
-    def main():
-        try:
-            with open("/dev/full", "w") as full:
-                full.write("x")
-        except OSError as error:
-            raise RuntimeError("saving failed") from error
-
-    monkeypatch.setattr(sys, "argv", ["prope.train"])
-    monkeypatch.setattr(command.os, "_exit", sys.exit)
-    with pytest.raises(SystemExit) as stopped:
-        command.run(main, lambda: None)
-    assert stopped.value.code == 1
-    assert re.fullmatch(
-        r"stopped: no space left on the device \(.*\); .*run the same command again\n",
-        capsys.readouterr().err,
-    )
