@@ -6,10 +6,10 @@ import math
 
 from prope.data.tokenizer import load_tokenizer
 from prope.encodings import describe, rotated_pairs
-from prope.errors import log
+from prope.errors import log, usage_error
 from prope.hf import config_json
 from prope.hf.families import FAMILIES
-from prope.hf.layout import list_tensors
+from prope.hf.layout import list_tensors, unread_parameters
 from prope.hf.tensors import write_tensors
 from prope.hf.tokenizers import special_fields, write_tokenizer
 from prope.runtime.files import as_path, check_new, new_directory
@@ -28,6 +28,10 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
     config = run.config
     hf_config = config_json.to_hf(config, dtype)
     family = FAMILIES[hf_config["model_type"]]
+    unread = unread_parameters(config.model, family)
+    if unread:
+        problem = f"transformers has no tensor for {', '.join(unread)}"
+        raise usage_error("--workdir", workdir, problem, "an export would compute something else")
     tokenizer = load_tokenizer(config.data.tokenizer)
     special = special_fields(tokenizer)
     if config.data.stop_ids:

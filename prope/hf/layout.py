@@ -18,6 +18,16 @@ INDEX = "model.safetensors.index.json"
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
+# The tensors that the classes of transformers read, of a layer or of the model.
+_READ = {
+    *("embed_tokens", "norm", "lm_head", "input_layernorm", "post_attention_layernorm"),
+    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+    *("self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    *("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"),
+    *("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm", "layer_scalar"),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
@@ -95,3 +105,18 @@ def unused_tensors(model: ConfigDict) -> set[str]:
         for number in range(first_sharing_layer(model), model.num_layers)
         for name in names
     }
+
+
+def unread_parameters(model: ConfigDict, family: Family) -> list[str]:
+    """Lists the parameters that no tensor of a family's class can hold, or only another's."""
+    taken: set[tuple[str | None, str, bool]] = set()
+    unread = []
+    for path, row in parameters.parameters(model).items():
+        is_bias = path.endswith("/b")
+        stack = parameters.stack_of(path)
+        names = set(family.names.get(parameters.row_path(path), row.hf_names))
+        tensors = {(stack, name, is_bias) for name in names}
+        if not tensors or tensors & taken or not names <= _READ:
+            unread.append(path)
+        taken |= tensors
+    return unread

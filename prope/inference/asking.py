@@ -138,11 +138,16 @@ class Prompts:
         )
         return encode(self._tokenizer, task, prompt)
 
+    def trials(self) -> list[Trial]:
+        """Makes all prompts, by row."""
+        numbers = range(self.about["trials"])
+        return [self.trial(row, i) for row in self.about["rows"] for i in numbers]
+
     def evaluate(self, params: model.Params, mesh: Mesh, folder: epath.Path) -> dict:
         """Asks all prompts; writes their trials into `folder`, and returns the record."""
         number = self.about["trials"]
         rows = self.about["rows"]
-        trials = [self.trial(row, i) for row in rows for i in range(number)]
+        trials = self.trials()
         T = self.seq_len
         num_ids = self._tokenizer.vocab_size
         logprobs, exact = score_trials(self.config, params, T, trials, mesh, num_ids)
