@@ -20,6 +20,7 @@ from prope.workdir.run import open_run
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 WINDOWS = 8
 LENGTH = 1024  # twice Gemma 3's window
+PROMPT = 2000
 NEW_TOKENS = 24
 PROMPTS = (
     "The capital of France is",
@@ -63,16 +64,16 @@ def ids(real):
     return real.tokenizer(text, add_special_tokens=False).input_ids
 
 
-def windows(real, ids):
-    """Windows [WINDOWS, LENGTH + 1] of the text, which begin as the family's texts do."""
+def windows(real, ids, count=WINDOWS):
+    """Windows [count, LENGTH + 1] of the text, which begin as the family's texts do."""
     start = real.tokenizer("").input_ids
     size = LENGTH + 1 - len(start)
-    return np.array([start + ids[i * size : (i + 1) * size] for i in range(WINDOWS)], np.int32)
+    return np.array([start + ids[i * size : (i + 1) * size] for i in range(count)], np.int32)
 
 
-def our_loss(real, tokens):
+def our_loss(real, tokens, dtype="float32"):
     config = real.run.config.model
-    config.dtype = "float32"
+    config.dtype = dtype
     config = FrozenConfigDict(config)
 
     @jax.jit
@@ -111,6 +112,17 @@ def test_the_loss_of_english_is_theirs(real, ids):
     assert our_loss(real, tokens) == pytest.approx(expected, abs=1e-4)
 
 
+def test_the_loss_in_bfloat16_is_theirs(real, ids):
+    import torch
+    import transformers
+
+    tokens = windows(real, ids, 2)
+    # Not real.theirs cast, whose frequencies would be rounded, too.
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(real.folder, dtype=torch.bfloat16)
+    expected = their_loss(theirs, tokens)
+    assert our_loss(real, tokens, "bfloat16") == pytest.approx(expected, abs=2e-2)
+
+
 def test_the_likeliest_words_are_theirs(real):
     import torch
 
@@ -128,6 +140,27 @@ def test_the_likeliest_words_are_theirs(real):
         output = real.theirs.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
         expected = output[0, len(row) :].tolist()
         assert continuation[: len(expected)] == expected, real.tokenizer.decode(row)
+
+
+def test_a_prompt_in_chunks_is_the_whole_pass_beyond_the_window(real, ids):
+    import torch
+
+    config = real.run.config.model
+    config.dtype = "float32"
+    config = FrozenConfigDict(config)
+    start = real.tokenizer("").input_ids
+    tokens = np.array([(start + ids)[:PROMPT]], np.int32)
+    lengths = jnp.array([PROMPT], jnp.int32)
+    fill = jax.jit(generation.fill_cache, static_argnums=0)
+    whole = jax.jit(model.hidden_states, static_argnums=0)
+    last, _ = fill(config, real.params, jnp.asarray(tokens), lengths)
+    hidden = whole(config, real.params, jnp.asarray(tokens), jnp.arange(PROMPT)[None])
+    chunked = np.asarray(model.logits(config, real.params, last[:, 0]))
+    expected = np.asarray(model.logits(config, real.params, hidden[:, -1]))
+    np.testing.assert_allclose(chunked, expected, rtol=0, atol=1e-3)
+    with torch.no_grad():
+        theirs = real.theirs(torch.tensor(tokens).long(), logits_to_keep=1).logits[:, -1]
+    np.testing.assert_allclose(expected, theirs.numpy(), rtol=0, atol=1e-3)
 
 
 def test_an_export_has_the_tensors_that_were_imported(real, tmp_path):

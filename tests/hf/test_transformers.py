@@ -1,5 +1,6 @@
 """Every class of transformers beside prope: logits, gradients, training, there and back."""
 
+import copy
 import dataclasses
 import functools
 import json
@@ -379,6 +380,7 @@ ORACLES = {
     "qwen3": ("Qwen3", sizes(3, 2, 32) | rope(1e6)),
     "mistral": ("Mistral", sizes(3, 2, 32, sliding_window=5) | rope(1e6)),
 }
+SLIDING, FULL = "sliding_attention", "full_attention"
 TOKENS = np.random.default_rng(1).integers(3, 199, (2, 24))
 
 
@@ -438,10 +440,11 @@ def distance(config, params, expected):
     return np.abs(compute_ours(config, params, TOKENS) - expected).max()
 
 
-def reference_distance(config, params, expected):
+def reference_distance(config, params, expected, freqs=None, **replaced):
     """The largest difference of a logit of the reference in NumPy, which compiles nothing."""
     positions = np.broadcast_to(np.arange(TOKENS.shape[1]), TOKENS.shape)
-    ours = decoder(config, params, TOKENS, positions, freqs=layer_frequencies(config))
+    freqs = layer_frequencies(config) if freqs is None else freqs
+    ours = decoder(config, params, TOKENS, positions, freqs=freqs, **replaced)
     return np.abs(ours - expected).max()
 
 
@@ -543,40 +546,59 @@ def test_another_p_is_exported_to_the_same_class(libraries, imported, name, chan
 
 
 TINY_IMAGES = {
-    "model_type": "gemma4_vision",
     "hidden_size": 16,
     "intermediate_size": 16,
     "num_attention_heads": 2,
-    "num_key_value_heads": 2,
     "num_hidden_layers": 1,
-    "head_dim": 8,
+}
+TOKENS_OF_4 = ("image_token_id", "boi_token_id", "eoi_token_id", "video_token_id", "audio_token_id")
+# By oracle of the text: (class, fields of the vision part, others).
+IMAGES = {
+    "gemma3": (
+        "Gemma3",
+        {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
+        {"mm_tokens_per_image": 4, "image_token_index": 262},
+    ),
+    "e4": (
+        "Gemma4",
+        {"model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 8},
+        dict.fromkeys(TOKENS_OF_4, 262),
+    ),
 }
 
 
 @slow
-def test_the_text_part_of_models_of_images(libraries, tmp_path):
+@pytest.mark.parametrize("name", IMAGES)
+def test_the_text_part_of_models_of_images(libraries, tmp_path, name):
     """As it is saved; under another prefix; with what published files hold besides."""
     transformers, torch = libraries
-    tokens = ("image_token_id", "boi_token_id", "eoi_token_id", "video_token_id", "audio_token_id")
-    config = transformers.Gemma4Config(
-        text_config=COMMON | ORACLES["e4"][1] | {"model_type": "gemma4_text"},
-        vision_config=TINY_IMAGES,
-        **dict.fromkeys(tokens, 262),
+    hf_class, vision, others = IMAGES[name]
+    config = getattr(transformers, f"{hf_class}Config")(
+        text_config=COMMON | ORACLES[name][1] | {"model_type": f"{hf_class.lower()}_text"},
+        vision_config=TINY_IMAGES | vision,
+        **others,
     )
-    theirs = draw(torch, transformers.Gemma4ForConditionalGeneration(config).float().eval())
+    theirs = getattr(transformers, f"{hf_class}ForConditionalGeneration")(config)
+    theirs = draw(torch, theirs.float().eval())
     theirs.save_pretrained(tmp_path / "hf")
     expected = compute(torch, theirs, TOKENS)
     tensors = stored(tmp_path / "hf")
     assert any("vision_tower" in name for name in tensors)
-    prefixes = ("model.language_model.", "language_model.model.")
+    prefixes = ["model.language_model.", "language_model.model."]
+    if any(name.startswith("language_model.model.") for name in tensors):
+        prefixes.reverse()
     renamed = {name.replace(*prefixes): values for name, values in tensors.items()}
-    unused = {  # of layers that share keys and values
-        f"model.language_model.layers.{layer}.self_attn.{name}.weight": np.ones(8, np.float32)
-        for layer in (3, 4, 5)
-        for name in ("k_proj", "v_proj", "k_norm")
-    }
-    assert renamed.keys() != tensors.keys() and not unused.keys() & tensors.keys()
-    for number, form in enumerate((tensors, renamed, tensors | unused)):
+    assert renamed.keys() != tensors.keys()
+    forms = [tensors, renamed]
+    if name == "e4":
+        unused = {  # of layers that share keys and values
+            f"model.language_model.layers.{layer}.self_attn.{name}.weight": np.ones(8, np.float32)
+            for layer in (3, 4, 5)
+            for name in ("k_proj", "v_proj", "k_norm")
+        }
+        assert not unused.keys() & tensors.keys()
+        forms.append(tensors | unused)
+    for number, form in enumerate(forms):
         save(tmp_path / "hf", form)
         importer.import_run(tmp_path / "hf", tmp_path / f"run{number}")
         run = open_run(tmp_path / f"run{number}")
@@ -614,6 +636,237 @@ def test_absent_fields_are_those_of_the_class(libraries, model_type):
         assert ours["rope_theta"] == ropes.get("full_attention", ropes)["rope_theta"]
     if family.reads("rope_local_base_freq"):
         assert ours["rope_local_base_freq"] == ropes["sliding_attention"]["rope_theta"]
+
+
+# --- Single changes, each of which a port has made ----------------------------------------------
+
+
+def change_fields(**values):
+    """Changes fields of config.model."""
+
+    def change(config, params):
+        others = dict(values)
+        with config.ignore_type():
+            config.rope_percentage = others.pop("rope_percentage", config.rope_percentage)
+        config.update(others)
+        return params
+
+    return change
+
+
+def change_arrays(ending, function):
+    """Changes the parameters whose path has an ending."""
+
+    def change(config, params):
+        def change_leaf(path, leaf):
+            name = "/".join(key.key for key in path)
+            return function(leaf) if name.endswith(ending) else leaf
+
+        return jax.tree_util.tree_map_with_path(change_leaf, params)
+
+    return change
+
+
+def round_factor(config, params):
+    """sqrt(D) of the embedding in bfloat16, but not of the output matrix."""
+    config.tied = False
+    table = model.embedding(params)
+    factor = np.sqrt(config.embed_dim)
+    rounded = float(jnp.asarray(factor, jnp.bfloat16))
+    embedder = {"input_embedding": table * (rounded / factor)}
+    return params | {"embedder": embedder, "head": {"w": table}}
+
+
+def tie(config, params):
+    config.tied = True
+    return {name: leaves for name, leaves in params.items() if name != "head"}
+
+
+def exchange_norms(config, params):
+    layers = params["layers"]
+    first = layers["pre_attention_norm"]
+    second = layers["pre_ffw_norm"]
+    return params | {"layers": layers | {"pre_attention_norm": second, "pre_ffw_norm": first}}
+
+
+def keep_sum_of_layer_inputs(config, params):
+    """Layer inputs are the sum of both parts, not divided by sqrt(2)."""
+    embedder = params["embedder"]
+    norm = embedder["per_layer_projection_norm"]
+    scaled = {
+        "per_layer_embeddings": 2**0.5 * embedder["per_layer_embeddings"],
+        "per_layer_projection_norm": {"scale": 2**0.5 * (1 + norm["scale"]) - 1},
+    }
+    return params | {"embedder": embedder | scaled}
+
+
+def zero(leaf):
+    return 0 * leaf
+
+
+def bias(number):
+    """Changes the bias of keys, 0, or of values, 1."""
+    return change_arrays("kv_einsum/b", lambda leaf: leaf.at[:, number].set(0))
+
+
+NO_WINDOW = {"layer_types": (), "sliding_window": None}
+
+
+def take_normed_keys(query, key, value, positions, freqs):
+    is_full = len(freqs) == 32
+    return oracles.rotate_qkv(query, key, key if is_full else value, positions, freqs)
+
+
+def take_rotated_keys(query, key, value, positions, freqs):
+    is_full = len(freqs) == 32
+    query, key, value = oracles.rotate_qkv(query, key, value, positions, freqs)
+    return query, key, key if is_full else value
+
+
+def rotate_prefix(query, key, value, positions, freqs):
+    """Pairs lanes within those that rotate, as partial rotary does."""
+    rotated = np.count_nonzero(freqs)
+
+    def rotate_first(x):
+        first, others = np.split(x, [2 * rotated], axis=-1)
+        return np.concatenate([oracles.rotate(first, positions, freqs[:rotated]), others], axis=-1)
+
+    return rotate_first(query), rotate_first(key), value
+
+
+# By oracle: name -> change.
+MUTANTS = {
+    "gemma": {
+        "eps": change_fields(norm_epsilon=1e-2),
+        "w for 1 + w": change_arrays("scale", lambda leaf: leaf - 1),
+        "no s_e": change_fields(scale_embedding=False),
+        "s_e in bfloat16": round_factor,
+        "silu for gelu": change_fields(activation="silu"),
+    },
+    "gemma2": {
+        "H^-1/2": change_fields(attention_scale=None),
+        "no cap of scores": change_fields(attention_softcap=None),
+        "no final cap": change_fields(final_softcap=None),
+        "no post-norms": change_fields(post_norms=False),
+        "post_attention_norm without scale": change_arrays("post_attention_norm/scale", zero),
+        "window + 1": change_fields(sliding_window=6),
+        "no window": change_fields(**NO_WINDOW),
+        "pattern shifted": change_fields(layer_types=(FULL, SLIDING)),
+    },
+    "gemma3": {
+        "H^-1/2": change_fields(attention_scale=None),
+        "post_ffw_norm without scale": change_arrays("post_ffw_norm/scale", zero),
+        "no QK-norm": change_fields(use_qk_norm=False),
+        "no scale of query_norm": change_arrays("query_norm/scale", zero),
+        "pattern of 3 shifted": change_fields(layer_types=(SLIDING, FULL, SLIDING)),
+        "theta 1e4 everywhere": change_fields(max_wavelength=1e4),
+        "theta 1e6 everywhere": change_fields(local_max_wavelength=1e6),
+        "no linear scaling": change_fields(rope_scaling_type="none"),
+    },
+    "dense4": {
+        "no layer_scalar": change_arrays("skip_scale", jnp.ones_like),
+        "1 + w for w": change_arrays("norm/scale", lambda leaf: leaf + 1),
+        "H^-1/2": change_fields(attention_scale=None),
+        "no QK-norm's scale in full layers": change_arrays(
+            "full_attention/attn/key_norm/scale", zero
+        ),
+        "RoPE in full layers": change_fields(rope_percentage=1.0),
+        "denominator p H": change_fields(rope_type="partial"),
+        "theta 1e4 in full layers": change_fields(max_wavelength=1e4),
+    },
+    "e4": {
+        "no final cap": change_fields(final_softcap=None),
+        "no norm of values": change_fields(use_value_norm=False),
+        "p-RoPE in sliding layers": change_fields(local_rope_percentage=None),
+        "theta 1e6 in sliding layers": change_fields(local_max_wavelength=None),
+        "window + 1": change_fields(sliding_window=6),
+        "no sqrt(D)": change_fields(scale_embedding=False),
+        "no sqrt(Q)": change_arrays("per_layer_embeddings", lambda leaf: leaf * 8**-0.5),
+        "no token part of layer inputs": change_arrays("per_layer_embeddings", zero),
+        "no context part of layer inputs": change_arrays(
+            "per_layer_projection_norm/scale", lambda leaf: 0 * leaf - 1
+        ),
+        "no norm's scale of layer inputs": change_arrays("post_per_layer_input_norm/scale", zero),
+        "no 1 / sqrt(2) of layer inputs": keep_sum_of_layer_inputs,
+    },
+    "unified4": {"no norm of values that are keys": change_fields(use_value_norm=False)},
+    "llama3": {
+        "eps": change_fields(norm_epsilon=1e-2),
+        "1 + w for w": change_arrays("scale", lambda leaf: leaf + 1),
+        "no llama3 scaling": change_fields(rope_scaling_type="none"),
+        "linear for llama3": change_fields(rope_scaling_type="linear"),
+        "tied for untied": tie,
+        "norms of attention and MLP exchanged": exchange_norms,
+    },
+    "smollm2": {
+        "s_e": change_fields(scale_embedding=True),
+        "theta": change_fields(max_wavelength=1e4),
+    },
+    "smollm3": {
+        "unrotated layer rotated": change_fields(rope_percentage=1.0),
+        "other layers unrotated": change_fields(rope_percentage=(0.0, 1.0, 1.0, 1.0)),
+    },
+    "qwen2": {
+        "window - 1": change_fields(sliding_window=4),
+        "first layers slide": change_fields(layer_types=(SLIDING, SLIDING, FULL, FULL)),
+        "no bias of queries": change_arrays("q_einsum/b", zero),
+        "no bias of keys": bias(0),
+        "no bias of values": bias(1),
+    },
+    "qwen3": {
+        "1 + w for w of QK-norm": change_arrays("_norm/scale", lambda leaf: leaf + 1),
+        "no QK-norm": change_fields(use_qk_norm=False),
+        "no scale of key_norm": change_arrays("key_norm/scale", zero),
+    },
+    "mistral": {
+        "gelu for silu": change_fields(activation="gelu"),
+        "window + 1": change_fields(sliding_window=6),
+        "no window": change_fields(**NO_WINDOW),
+    },
+}
+
+
+def scale_sliding_layers(config):
+    """Other ports scaled Gemma 3's sliding layers too."""
+    freqs = np.stack(layer_frequencies(config))
+    windows = np.array([window is not None for window in layer_windows(config)])
+    return np.where(windows[:, None], freqs / config.rope_scaling_factor, freqs)
+
+
+def share_first_keys():
+    """Layers share the first keys and values of their kind, not the last, as a port did."""
+    seen = []
+
+    def rotate_fn(query, key, value, positions, freqs):
+        seen.append((key, value))
+        if len(seen) in (4, 5):  # sliding, as the first
+            key, value = seen[0]
+        return oracles.rotate_qkv(query, key, value, positions, freqs)
+
+    return rotate_fn
+
+
+@slow
+@pytest.mark.parametrize("name", ORACLES)
+def test_each_single_change_is_seen(imported, name):
+    """Of the reference in NumPy, which computes what transformers does without them."""
+    oracle = imported(name)
+    far = functools.partial(reference_distance, expected=oracle.logits)
+    distances = {}
+    for what, change in MUTANTS[name].items():
+        config = copy.deepcopy(oracle.config)
+        distances[what] = far(config, change(config, oracle.params))
+    config, params = oracle.config, oracle.params
+    rotations = {}
+    if name == "gemma3":
+        distances["scaled"] = far(config, params, freqs=scale_sliding_layers(config))
+    elif name == "dense4":
+        rotations = dict(enumerate((take_normed_keys, take_rotated_keys, rotate_prefix)))
+    elif name == "e4":
+        rotations["first keys"] = share_first_keys()
+    for what, rotate_fn in rotations.items():
+        distances[what] = far(config, params, rotate_fn=rotate_fn)
+    assert all(distance > 50 * BOUND for distance in distances.values()), distances
 
 
 # --- Training -----------------------------------------------------------------------------------
