@@ -6,6 +6,7 @@ import math
 import os
 import pwd
 import re
+import stat
 import subprocess
 import sys
 import zipfile
@@ -24,11 +25,12 @@ from support.runs import make_run
 from prope import command
 from prope.config import default_config, flat, from_dict, set_layer_percentages
 from prope.errors import to_user_error
-from prope.runtime.files import as_path, local_cache, read_bytes, read_json, read_text
+from prope.runtime.files import append_jsonl, as_path, local_cache, read_bytes, read_json, read_text
 from prope.runtime.validate import validate, validate_devices
 from prope.step import resolve_attention
 from prope.workdir.records import read_jsonl
 from prope.workdir.run import open_run, read_config, write_config
+from prope.workdir.source import recorded_init_from
 
 # --- Flags of commands, arguments of scripts --------------------------------------------------
 
@@ -307,7 +309,7 @@ def test_a_config_that_is_nested_is_refused(tmp_path):
         deep = deep["a"]
     path = epath.Path(tmp_path) / "config.json"
     path.write_text(json.dumps({"format": 3, "model": values}))
-    refusal(lambda: read_config(path.parent))
+    assert ": model.a (" in refusal(lambda: read_config(path.parent))
 
 
 @pytest.mark.parametrize("line", ["[1]", "null", DEEP])
@@ -331,6 +333,33 @@ def test_a_pipe_is_not_waited_for(start_command, tmp_path):
     hashes.unlink()
     os.mkfifo(hashes)
     assert "hashes.json" in refusal(lambda: open_run(tmp_path / "run"))
+    os.mkfifo(tmp_path / "init_from")
+    assert "init_from" in refusal(lambda: recorded_init_from(epath.Path(tmp_path), None))
+
+
+# What lies in the place of a file, and how a refusal names it.
+NO_FILES = {
+    "pipe": (os.mkfifo, "not a file"),
+    "device": (lambda path: os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5)), "not a file"),
+    "folder": (os.mkdir, "not a file"),
+    "link": (lambda path: os.symlink("target", path), "a link"),
+    "dangling link": (lambda path: os.symlink("none", path), "a link"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_records_are_written_to_a_file_only(tmp_path, kind):
+    make, named = NO_FILES[kind]
+    path = epath.Path(tmp_path) / "metrics.jsonl"
+    (tmp_path / "target").write_text("of another\n")
+    try:
+        make(path)
+    except PermissionError:
+        pytest.skip("only root makes devices")
+    line = refusal(lambda: append_jsonl(path, {"step": 1}))
+    assert line.startswith(f"{path}: is {named}, and is not written")
+    assert (tmp_path / "target").read_text() == "of another\n"
+    assert not (tmp_path / "none").exists()
 
 
 # --- Unusual surroundings ---------------------------------------------------------------------

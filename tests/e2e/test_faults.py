@@ -1,5 +1,6 @@
 """Faults of a run: kills, signals, a full disk, damaged checkpoints; on real processes."""
 
+import contextlib
 import json
 import os
 import random
@@ -8,12 +9,17 @@ import shutil
 import signal
 import subprocess
 import time
+import types
 
 import jax
 import pytest
 from support.commands import CONFIG, finish, flipped, logged, losses
 from support.text import hash_files, read_lines
 
+from configs.quickstart import get_config
+from prope import sharding
+from prope.data.mixture import open_windows
+from prope.train import Training
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.hashes import hash_json
 from prope.workdir.reader import write_hashes
@@ -282,6 +288,26 @@ def test_a_late_start_is_as_fast_as_an_early_one(train, tmp_path):
     first, last = read_lines(tmp_path / "starts.jsonl")
     assert (first["step"], last["step"]) == (1, step + 1)
     assert last["seconds"] < 2 * first["seconds"] + 10, "to read all before takes minutes"
+
+
+def test_the_first_batch_of_a_late_start_is_read_at_once(cache_dir):
+    config = get_config("tiny")
+    config.data.cache_dir = str(cache_dir)
+    windows = open_windows(config.data, config.model.vocab_size, "train")
+    seconds = []
+    for step in (0, 1_000_000):  # the first imports what reads
+        training = types.SimpleNamespace(
+            config=config,
+            windows=windows,
+            prepared=types.SimpleNamespace(mesh=sharding.make_mesh()),
+            writer=types.SimpleNamespace(waiting_for_data=contextlib.nullcontext),
+            start=step,
+            stop=step + 1,
+        )
+        began = time.perf_counter()
+        next(Training.batches(training))
+        seconds.append(time.perf_counter() - began)
+    assert seconds[1] < 1
 
 
 @pytest.mark.slow

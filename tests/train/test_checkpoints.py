@@ -6,6 +6,7 @@ import shutil
 import time
 
 import jax
+import jax.numpy as jnp
 import pytest
 from etils import epath
 from gcsfs.retry import HttpError
@@ -14,6 +15,7 @@ from support.models import same
 from support.runs import NO_WINDOWS, make_run, restore_training, save_checkpoints
 
 from configs.quickstart import get_config
+from prope import sharding
 from prope import step as step_lib
 from prope import train as train_lib
 from prope.errors import RunFailed, UsageError
@@ -25,7 +27,7 @@ from prope.step import init_state, prepare
 from prope.workdir import checkpoints as checkpoints_lib
 from prope.workdir.checkpoints import Checkpoints, save_imported
 from prope.workdir.hashes import hash_arrays
-from prope.workdir.reader import CheckpointReader
+from prope.workdir.reader import CheckpointReader, Damaged
 from prope.workdir.run import open_run, read_config
 from prope.workdir.source import INIT_FROM
 
@@ -215,6 +217,16 @@ def test_parameters_of_other_code_are_refused_by_all_that_read_them(
         with pytest.raises(UsageError, match=rf"checkpoints/7: params .*{path}"):
             read()
     assert not (tmp_path / "hf").exists()
+
+
+def test_another_dtype_is_not_damage(tmp_path):
+    """As where JAX_ENABLE_X64 makes parameters of float64: the line names both."""
+    _, params = make_run(tmp_path / "run")
+    wide = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), params)
+    abstract = sharding.with_shardings(wide, sharding.make_mesh())
+    with pytest.raises(UsageError, match="is float32.*bfloat16") as raised:
+        open_run(tmp_path / "run").params(abstract)
+    assert not isinstance(raised.value, Damaged)
 
 
 @pytest.mark.parametrize(

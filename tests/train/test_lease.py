@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import pytest
 from etils import epath
-from support.commands import CONFIG, finish
+from support.commands import CONFIG, finish, refusal
 from support.text import read_lines, write_lines
 
 from prope.config import default_config
@@ -120,6 +120,23 @@ def test_what_is_no_lease_holds_nothing(place, take, content):
     (place / "lease.json").unlink()
     with pytest.raises(RunFailed, match=r"lease\.json: was removed"):
         lease.check()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("none", path)])
+def test_a_lease_is_written_to_a_file_only(tmp_path, make):
+    make(tmp_path / "lease.json")
+    line = refusal(lambda: Lease(epath.Path(tmp_path)).acquire(lambda: None))
+    assert line.startswith(f"{tmp_path}/lease.json: is ") and "is not written" in line
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_container_of_the_same_host_is_another_machine(monkeypatch):
+    """Its processes have other numbers."""
+    here = lease_lib._machine()
+    assert lease_lib._machine() == here
+    namespaces = {"/proc/self/ns/pid": "pid:[1]"}
+    monkeypatch.setattr(os, "readlink", namespaces.__getitem__)
+    assert lease_lib._machine() == lease_lib._machine() != here
 
 
 # --- A folder and a clock of the test's own ---------------------------------------------------

@@ -1,17 +1,24 @@
 """Records that cannot be written never end a run, and are written when they can be."""
 
+import contextlib
 import errno
 import json
 import os
+import types
 
 import pytest
 from etils import epath
+from support.runs import make_run
 from support.text import read_lines
 from tensorboardX.proto.event_pb2 import Event
 
+from prope import sharding
+from prope.data.mixture import open_windows
 from prope.errors import warn_if_unwritten
+from prope.inference import losses
 from prope.runtime import files
 from prope.runtime.files import append_jsonl
+from prope.train import Training
 from prope.workdir import metrics
 from prope.workdir.metrics import RecordFiles
 
@@ -107,6 +114,42 @@ def test_a_file_that_training_can_do_without_ends_no_run(tmp_path, error, caplog
     assert len(caplog.records) == 1 and "eval/9: not written: " in caplog.text
     with pytest.raises(KeyError), warn_if_unwritten(tmp_path):
         raise KeyError("a mistake of the program")
+
+
+def test_sums_that_cannot_be_written_end_an_evaluation_and_no_training(
+    tmp_path, monkeypatch, caplog
+):
+    config, params = make_run(tmp_path / "run")
+    config.data.dataset = "synthetic/copy"
+    windows = open_windows(config.data, config.model.vocab_size, "validation")
+    evaluation = losses.LossEvaluation(config, windows, losses.select(windows, 1))
+    mesh = sharding.make_mesh()
+    written = []
+    training = types.SimpleNamespace(
+        path=epath.Path(tmp_path / "run"),
+        config=config,
+        evaluation=evaluation,
+        prepared=types.SimpleNamespace(mesh=mesh),
+        session=types.SimpleNamespace(poll=lambda progress: True),
+        writer=types.SimpleNamespace(
+            pause=contextlib.nullcontext, evaluation=lambda step, record: written.append(step)
+        ),
+    )
+    for number, error in enumerate(ERRORS, 1):
+
+        def fail(*_, error=error):
+            raise error
+
+        monkeypatch.setattr(losses.paired, "write_atomic", fail)
+        Training.evaluate(training, number, params)
+        assert written[-1] == number
+        assert caplog.text.count(": not written: ") == number
+        assert f"eval/{number}: not written: " in caplog.text
+    with pytest.raises(type(error)):
+        evaluation.evaluate(params, mesh, tmp_path / "eval")
+    monkeypatch.setattr(losses.paired, "write_atomic", lambda *_: {}["a mistake of the program"])
+    with pytest.raises(KeyError):
+        Training.evaluate(training, 9, params)
 
 
 def test_a_mistake_of_the_program_is_not_hidden(tmp_path, monkeypatch):

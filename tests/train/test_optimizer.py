@@ -166,6 +166,10 @@ def test_muon_makes_orthogonal_updates_of_every_matrix_and_adams_of_the_rest(fie
     if "per_layer_model_projection" in embedder:
         projection = embedder["per_layer_model_projection"]["w"]  # [D, M, Q]
         matrices += [*np.moveaxis(projection, 1, 0)]
+    others = ("/scale", "skip_scale", "input_embedding", "per_layer_embeddings")
+    leaves = leaves_by_path(updates).items()
+    expected = sum(leaf.size for path, leaf in leaves if not path.endswith(others))
+    assert sum(matrix.size for matrix in matrices) == expected, "each array is looked at"
     assert_orthogonal(matrices, rate)
     for adam in (embedder["input_embedding"], updates["final_norm"]["scale"]):
         # Its first update, by Nesterov's momentum.

@@ -94,7 +94,7 @@ def test_json_that_cannot_be_read_counts_as_missing_unless_there_is_a_remedy(tmp
             read_json(path, "start again")
 
 
-@pytest.mark.parametrize("saved_format", [None, 2])
+@pytest.mark.parametrize("saved_format", [None, 2, 4, "3"])
 def test_a_run_of_another_format_is_refused(tmp_path, saved_format):
     write_config(tmp_path, default_config())
     assert read_config(tmp_path) == default_config()

@@ -1,5 +1,6 @@
 """Timers, votes and start of a run, with a clock that the test sets; a device's memory."""
 
+import ast
 import ctypes
 import importlib
 import math
@@ -14,9 +15,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support.commands import ROOT
+from support.heads import make_walk
+from support.runs import evaluate_run, make_run
 from support.text import read_lines
 
 from prope.config import default_config
+from prope.hf import exporter
 from prope.runtime import interrupts, memory, processes, startup, watchdog
 from prope.runtime.session import Session
 from prope.workdir import metrics
@@ -97,6 +101,26 @@ def test_the_watchdog_hears_what_works_far_from_it_and_waits_while_processes_joi
         assert dog._progress == "a part of it"
     watchdog.alive("nothing")  # to which nobody listens
     assert dog._progress == "a part of it"
+
+
+@pytest.mark.parametrize("module", ["evaluate", "analyze", "export_hf", "ask"])
+def test_commands_that_compute_for_long_are_watched(module):
+    tree = ast.parse((ROOT / f"prope/{module}.py").read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    (run,) = [call for call in calls if ast.unparse(call.func) == "command.run"]
+    assert "watches=True" in ast.unparse(run)
+
+
+def test_what_commands_do_for_long_reports_progress(tmp_path, monkeypatch):
+    progress = []
+    monkeypatch.setattr(watchdog, "alive", progress.append)
+    make_run(tmp_path / "run")
+    exporter.export(tmp_path / "run", tmp_path / "hf")
+    assert progress[-1] == "the tensors before model.norm.weight"
+    evaluate_run(tmp_path / "run", dataset="synthetic/copy", max_windows=20, batch_size=8)
+    assert progress[-3:] == [f"sequence {start} of 20" for start in (0, 8, 16)]
+    make_walk(tmp_path / "run").enter()
+    assert progress[-1] == "a part of the analysis"
 
 
 SIGTERM_AS_PROCESS_1 = """
