@@ -6,6 +6,7 @@ room inside `main`, so that `--help` answers at once. Logs go to stderr; the dic
 returns is printed to stdout as the last line.
 """
 
+import contextlib
 import difflib
 import importlib.util
 import json
@@ -105,7 +106,8 @@ def run(
         if is_disk_full(error):
             leave = os._exit  # at exit, libraries would write to the full disk once more
     _on_ctrl_c(signal.SIG_DFL)  # leaving may take seconds
-    sys.stdout.flush()
+    with contextlib.suppress(Exception):  # stdout may be closed, or its disk full
+        sys.stdout.flush()
     print(message, file=sys.stderr, flush=True)
     leave(code)
 

@@ -551,7 +551,7 @@ def describe_left(name: str) -> str | None:
     """Says since when there is no field, or group of fields, of this name; None: never was one."""
     for field, left in LEFT.items():
         if name in (field, *field.split(".")):
-            since = "left in format 3 (2026-11-27); the last commit that has it is dfe6f76"
+            since = "left on 2026-11-27; the last commit that has it is dfe6f76"
             return f"{since}; {left.remedy}"
     return None
 

@@ -169,6 +169,7 @@ class Training:
         self.start, params, opt_state, self.init_hash = start_or_resume(
             config, self.checkpoints, self.source, self.prepared, self.windows
         )
+        self.saved = self.start
         with raise_on_all():
             if is_first():
                 if self.source and self.start == 0:
@@ -262,6 +263,9 @@ class Training:
                 self.check_disk()  # again: disks fill up while runs go on
             call_on_first(lambda: self.lease.check())  # which only the first one has
             self.checkpoints.save(step, params, opt_state, identity, data)
+            if self.lease:  # the save before this one is complete, and the first one is waited for
+                self.lease.saved = self.saved or step
+            self.saved = step
             self.session.interrupts.saved()
 
     def check_disk(self) -> None:

@@ -77,7 +77,9 @@ def parse_places(
         sizes = [count[layer] for count in counts.values()] if is_known else []
         if not is_known or not all(0 <= i < n for i, n in zip(indices, sizes, strict=True)):
             problem = f"{entry!r} is not {form} of a measured layer"
-            raise usage_error(f"--{flag}", text, problem, "the first of each is 0")
+            last = [f"{name.lower()}s to {count[layers[0]] - 1}" for name, count in counts.items()]
+            remedy = f"from 0, {', '.join(last)}, in layers {', '.join(map(str, layers))}"
+            raise usage_error(f"--{flag}", text, problem, remedy)
         places.append(tuple(numbers))
     return list(dict.fromkeys(places))
 

@@ -170,8 +170,11 @@ def census(analysis: dict) -> Picture:
 
     caption = (
         "Mean weight of every head, over queries from the third token on; on the first token, over "
-        "those that see it. The p-value is by permuting the heads of each key together."
+        "those that see it."
     )
+    if correlation:
+        values = f"{correlation['rho']:.2f}, p-value {correlation['p_value']:.1g}"
+        caption += f" Rank correlation {values}, by permuting the heads of each key together."
     return Picture("census", "Where the heads look", lead(analysis), caption, draw, (12, 4))
 
 

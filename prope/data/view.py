@@ -3,7 +3,6 @@
 import io
 import itertools
 import textwrap
-import types
 from collections.abc import Iterator
 
 import numpy as np
@@ -76,14 +75,14 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
 
 def _print_rows(config: ConfigDict, windows, step: int, batch: Batch) -> None:
     tokenizer = load_tokenizer(config.data.tokenizer)
-    if isinstance(windows, GeneratedWindows):
-        special = windows.store.special
-        tokenizer = types.SimpleNamespace(special=special, decode=windows.text_of)
     for row in range(len(batch["tokens"])):
         window = windows.window_index(step * config.batch_size + row, config.seed)
         place = f"step {step}, row {row} of {config.batch_size}"
         print(f"=== {place}: window {window:,} of {windows.count:,} ===")
-        lines = describe({name: values[row] for name, values in batch.items()}, tokenizer)
+        if isinstance(windows, GeneratedWindows):
+            lines = windows.describe(window)
+        else:
+            lines = describe({name: values[row] for name, values in batch.items()}, tokenizer)
         print("\n".join(lines), end="\n\n")
 
 
@@ -159,7 +158,10 @@ def document_lengths(store: Store) -> np.ndarray:
         span = tokens[start : min(start + SCAN_TOKENS, total)]
         elements = retry_tokens(store.path, lambda span=span: span.read().result())
         borders.append(np.flatnonzero(elements == store.special.start) + start)
-    return np.diff(np.concatenate(borders), append=total)
+    starts = np.concatenate(borders)
+    if total < tokens.shape[0] and len(starts) > 1:  # where the last one ends is not known
+        return np.diff(starts)
+    return np.diff(starts, append=total)
 
 
 def draw_lengths(lengths: dict[str, np.ndarray], seq_len: int, path: str) -> None:

@@ -43,7 +43,9 @@ def import_run(
     path = as_path("--workdir", workdir)
     check_new("workdir", path)
     has_config = (source / "config.json").is_file()
-    if not has_config and (source.suffix == ".gguf" or any(source.glob("*.gguf"))):
+    is_gguf = source.suffix == ".gguf" and source.is_file()
+    is_gguf |= source.is_dir() and any(path.suffix == ".gguf" for path in source.iterdir())
+    if not has_config and is_gguf:
         problem = "is in the form GGUF, which is not read"
         remedy = "load it with transformers, dequantized, save_pretrained, then --input=DIR"
         raise usage_error("--input", source, problem, remedy)

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from prope.config import is_generated, override_dataset
 from prope.data.mixture import open_text
 from prope.data.sources.find import weighted_sources
-from prope.errors import usage_error
+from prope.errors import log, usage_error
 from prope.inference.losses import LossEvaluation, select
 from prope.inference.opening import configs_by_length, records
 from prope.inference.options import Options
@@ -68,6 +68,9 @@ def evaluations(options: LossOptions) -> Iterator[dict]:
     """
     opened = {}  # evaluations that several runs share
     open_all = functools.partial(_open_lengths, options, opened)
+    if options.max_windows and "," in (options.seq_len or ""):
+        remedy = "--max_tokens reads the same text at every length"
+        log.warning("--max_windows: longer windows hold more text; %s", remedy)
     limits = {"max_windows": options.max_windows, "max_tokens": options.max_tokens}
     return records(options, open_all, RECORDS, **limits)
 
@@ -87,6 +90,8 @@ def _open_lengths(
     longest = max(configs)
     if options.max_tokens:
         _check_max_tokens(options, configs, config.data)
+    if options.window and FULL not in layer_kinds(config.model):
+        log.info("%s: as it is, for no layer is without a window", run.workdir)
     evaluations = []
     for T, config_T in configs.items():
         for window, sinks in options.cuts(config_T.model, T):
@@ -128,5 +133,5 @@ def _open_windows(run: Run, options: LossOptions, config: ConfigDict, T: int):
     # At the training's length a short text is padded, as in training.
     if text_length < T and config.data.seq_len < T:
         problem = f"longer than split {windows.split} of {data.dataset}, {text_length:,} tokens"
-        raise usage_error("--seq_len", T, problem)
+        raise usage_error("--seq_len", T, problem, "give a shorter window, or more text")
     return windows

@@ -299,12 +299,13 @@ def load_vocabulary(config: ConfigDict, workdir: str) -> Tokenizer:
     """
     if config.model.rope_scaling_type == "dynamic":
         problem = "keys in a cache would rotate anew as the text grows: rope_scaling_type=dynamic"
-        raise usage_error("--workdir", workdir, problem)
+        raise usage_error("--workdir", workdir, problem, "python -m prope.evaluate takes it")
     tokenizer = load_tokenizer(config.data.tokenizer)
     ids = config.model.vocab_size
     if tokenizer.text_size > ids:
         problem = f"has {tokenizer.text_size} ids, and the model of {workdir} {ids}"
-        raise usage_error("config.data.tokenizer", config.data.tokenizer, problem)
+        remedy = "put back the tokenizer that the run was trained with"
+        raise usage_error("config.data.tokenizer", config.data.tokenizer, problem, remedy)
     return tokenizer
 
 
@@ -318,6 +319,9 @@ def continue_prompts(
         tokenizer = load_vocabulary(config, workdir)
     special = tokenizer.special
     prompts = [[special.start, *tokenizer.encode(text.encode()).tolist()] for text in texts]
+    unknown = sum(np.count_nonzero(special.is_unknown(np.array(ids[1:]))) for ids in prompts)
+    if unknown:
+        log.warning("%d tokens of the prompts are <unk>: the tokenizer does not know them", unknown)
     longest = max(map(len, prompts)) + sampling.length
     trained = config.data.seq_len
     if longest > trained:

@@ -175,7 +175,7 @@ def rescale(config: ConfigDict, encoding: str | None) -> None:
     problem = cannot_change(model, encoding)
     if problem:
         flag = "--intervene" if band else "--encoding"
-        raise usage_error(flag, encoding, problem)
+        raise usage_error(flag, encoding, problem, "leave it out: the run keeps its encoding")
     if band:
         model.scaled_pairs = tuple(band.split("+"))
     model.logit_scale_factor = logit_factor(model)

@@ -272,8 +272,9 @@ def leave(code: int) -> None:
     global _exit_code
     if _count == 1:
         sys.exit(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(Exception):  # stdout may be closed, or its disk full
+        sys.stdout.flush()
+        sys.stderr.flush()
     if code not in (LOST, INTERRUPTED):
         _exit_code = code
         with contextlib.suppress(jax.errors.JaxRuntimeError):

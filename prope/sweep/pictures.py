@@ -32,8 +32,8 @@ VALIDATION = f"validation {LOSS}"
 DIFFERENCE = "difference (nats per token)"
 POSITION = "position (tokens)"
 _MEANS = (
-    "Means over seeds; bands are their standard errors. Beside them the difference from RoPE, seed "
-    "by seed, in which what is hard for all drops out."
+    "Means over seeds; bands, where there are several, are their standard errors. Where there is "
+    "a RoPE, on the right the difference from it, seed by seed: what is hard for all drops out."
 )
 
 
@@ -346,8 +346,8 @@ def perplexity_picture(rows: list[dict]) -> Picture | None:
     means = "; ".join(f"{row['group']}: {row['perplexity']:.4f}" for row in rows)
     alt = f"Validation perplexity. {means}."
     caption = (
-        "Means over seeds and their standard deviations. Beside them the paired differences from "
-        "RoPE and their 95 % intervals, as in the table."
+        "Means over seeds and their standard deviations. Where there is a RoPE, on the right the "
+        "paired differences from it and their 95 % intervals, as in the table."
     )
     return Picture("perplexity", title, alt, caption, draw)
 

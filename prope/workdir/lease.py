@@ -22,13 +22,18 @@ EXPIRE_SECONDS = 40.0  # without a renewal, after which the holder counts as dea
 
 
 class Lease:
-    """The lease of one training on a run, which its first process holds."""
+    """The lease of one training on a run, which its first process holds.
+
+    `saved` is the step of the newest checkpoint that is known to be complete, kept for the next
+    training; None before the first one.
+    """
 
     def __init__(self, workdir: epath.Path):
         self._path = workdir / "lease.json"
         self._folder = files.kvstore(workdir)
         self._own = {"pid": os.getpid(), "machine": _machine(), "id": secrets.token_hex(8)}
         self._has_ended = threading.Event()
+        self.saved: int | None = None
 
     def acquire(self, on_loss) -> None:
         """Takes the lease and renews it in a thread, which calls `on_loss` once it is lost.
@@ -36,11 +41,11 @@ class Lease:
         Raises Stopped where another training holds it and is alive: a later start may go on.
         """
         files.check_regular(self._path)
-        entry, holder = files.retry_reads(self._path, self._read)
+        entry, holder, self.saved = files.retry_reads(self._path, self._read)
         seen = entry.value
         seen_at = time.monotonic()
         if holder:
-            log.info("%s: waiting for a sign of life of %s", self._path, holder)
+            log.info("%s: waiting for a sign of life of %s", self._path, _name(holder))
         while True:
             is_dead = entry.value == seen and time.monotonic() - seen_at > EXPIRE_SECONDS
             is_here = holder.get("machine") == _machine()
@@ -49,11 +54,10 @@ class Lease:
                 if files.retry_reads(self._path, functools.partial(self._write, entry, self._own)):
                     break
             elif entry.value != seen:
-                raise Stopped(
-                    f"{self._path}: another training is at work, {holder}; end it, or wait", LOST
-                )
+                problem = f"another training is at work, {_name(holder)}"
+                raise Stopped(f"{self._path}: {problem}; end it, or wait for it", LOST)
             time.sleep(0.5)
-            entry, holder = files.retry_reads(self._path, self._read)
+            entry, holder, self.saved = files.retry_reads(self._path, self._read)
         self._thread = threading.Thread(target=self._renew, args=[on_loss], daemon=True)
         self._thread.start()
 
@@ -74,21 +78,23 @@ class Lease:
         """Gives the lease back; one that is lost is left alone."""
         self.stop()
         with contextlib.suppress(Exception):  # a lease that stays expires
-            entry, holder = self._read()
+            entry, holder, _ = self._read()
             if holder == self._own:
                 self._write(entry, {})
 
     def _read(self) -> tuple:
-        """Returns the file, and its holder: {} where it has none, or is not a record."""
+        """Returns the file, its holder and `saved`: {} and None where it is not a record."""
         with files.os_errors_of_tensorstore(is_disk_full):
             entry = self._folder.read(self._path.name).result()
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            return entry, dict(files.parse_json(entry.value)["holder"])
-        return entry, {}
+            record = files.parse_json(entry.value)
+            return entry, dict(record["holder"]), record.get("saved")
+        return entry, {}, None
 
     def _write(self, entry, holder: dict) -> bool:
         """Writes the file, unless it has changed since `entry` was read from it."""
-        content = json.dumps({"holder": holder, "time": time.time()}).encode()
+        record = {"holder": holder, "saved": self.saved, "time": time.time()}
+        content = json.dumps(record).encode()
         unchanged = entry.stamp.generation
         with files.os_errors_of_tensorstore(is_disk_full):
             written = self._folder.write(self._path.name, content, if_equal=unchanged).result()
@@ -96,9 +102,10 @@ class Lease:
 
     def _renew_once(self) -> None:
         while True:  # `check` and the thread may meet
-            entry, holder = self._read()
+            entry, holder, _ = self._read()
             if holder != self._own:
-                raise RunFailed(f"{self._path}: was removed, or another training took it over")
+                problem = "was removed, or another training took it over"
+                raise RunFailed(f"{self._path}: {problem}; this one writes nothing more")
             if self._write(entry, self._own):
                 return
 
@@ -111,6 +118,10 @@ class Lease:
                 on_loss()
             except Exception as error:  # of the storage; the next renewal may succeed
                 log.warning("the lease of the run was not renewed: %s", first_line(error))
+
+
+def _name(holder: dict) -> str:
+    return f"process {holder.get('pid')} on {str(holder.get('machine')).split(' ')[0]}"
 
 
 def _machine() -> str:

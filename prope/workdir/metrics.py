@@ -45,7 +45,8 @@ class RecordFiles(contextlib.ExitStack):
         self._workdir = workdir
         self._lease = lease
         self._writes = processes.is_first()
-        self._unwritten: list[tuple[str, str, dict]] = []  # file, tag for TensorBoard, record
+        # File, tag for TensorBoard, record, and the time when it was made.
+        self._unwritten: list[tuple[str, str, dict, float]] = []
         self._lock = threading.Lock()  # of `_unwritten`
         self._num_failures = 0
         self._num_bytes = 0  # of the files
@@ -67,7 +68,7 @@ class RecordFiles(contextlib.ExitStack):
         if not self._writes:
             return
         with self._lock:
-            self._unwritten.append((name, tag, record))
+            self._unwritten.append((name, tag, record, time.time()))
         pause = _URL_SECONDS * max(1.0, self._num_bytes / _SMALL_BYTES)
         if not is_url(self._workdir) or time.monotonic() - self._written_at > pause:
             self.flush()
@@ -102,12 +103,12 @@ class RecordFiles(contextlib.ExitStack):
                 entries = [entry for entry in unwritten if entry[0] == name]
                 if not entries:
                     continue
-                records = [record for _, _, record in entries]
+                records = [record for _, _, record, _ in entries]
                 append_jsonl(self._workdir / name, *records)
                 self._num_bytes += len(json.dumps(records))
                 unwritten = [entry for entry in unwritten if entry[0] != name]
-                for _, tag, record in entries:
-                    self._events.add(tag, record)
+                for _, tag, record, made in entries:
+                    self._events.add(tag, record, made)
             self._events.flush()
         except Exception as error:
             if to_user_error(error) is None:
@@ -142,11 +143,11 @@ class EventFiles(contextlib.AbstractContextManager):
         )
         self._import.start()
 
-    def add(self, tag: str, record: dict) -> None:
-        """Adds the numbers of a record."""
+    def add(self, tag: str, record: dict, made: float) -> None:
+        """Adds the numbers of a record that was made at a time, in seconds since the epoch."""
         for key, value in record.items():
             if key != "step" and isinstance(value, int | float):
-                self._unwritten.append((time.time(), record["step"], f"{tag}/{key}", value))
+                self._unwritten.append((made, record["step"], f"{tag}/{key}", value))
 
     def flush(self) -> None:
         """Writes what was added."""
@@ -158,11 +159,12 @@ class EventFiles(contextlib.AbstractContextManager):
         from tensorboardX.summary import scalar
 
         if self._file is None:
-            self._file = EventsWriter(str(self._folder / "events"), f".{self._number}")
+            file = EventsWriter(str(self._folder / "events"), f".{self._number}")
             if self._number == 0:
                 start = SessionLog(status=SessionLog.START)
                 event = Event(wall_time=time.time(), step=self._first_step, session_log=start)
-                self._file.write_event(event)
+                file.write_event(event)
+            self._file = file
             self._number += 1
         while self._unwritten:
             wall_time, step, tag, value = self._unwritten[0]

@@ -133,7 +133,9 @@ class CheckpointReader:
                     continue
                 what = f"{path} is {theirs} in the checkpoint and {here} here"
                 problem = f"{item} is of other code or another optimizer: {what}"
-                remedy = "use the code that saved it, or start in a new --workdir with --init_from"
+                remedy = "use the code that saved it"
+                if item == "opt_state":  # the parameters may be read without it
+                    remedy += ", or start in a new --workdir with --init_from"
                 raise UsageError(f"{self._folder}: {problem}; {remedy}")
 
     def open(self, **abstract) -> None:

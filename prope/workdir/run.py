@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from prope import config as config_lib
 from prope import sharding
-from prope.errors import UsageError, usage_error
+from prope.errors import Stopped, UsageError, usage_error
 from prope.runtime import processes
 from prope.runtime.files import (
     as_path,
@@ -134,8 +134,12 @@ def open_workdir(
         if lease:
             # Another training may have begun and ended while this one waited.
             is_new = is_new and not (path / "config.json").exists()
-            _check_records(path, _read_same(path, config))
+            _check_records(path, _read_same(path, config), lease)
         yield lease
+        _note_saved(path, lease)
+    except Stopped:
+        _note_saved(path, lease)
+        raise
     except UsageError:
         if lease and is_new and not read_jsonl(path / "metrics.jsonl"):
             lease.stop()
@@ -161,23 +165,31 @@ def _read_same(path: epath.Path, config: ConfigDict) -> ConfigDict | None:
     return existing
 
 
-def _check_records(path: epath.Path, config: ConfigDict | None) -> None:
+def _check_records(path: epath.Path, config: ConfigDict | None, lease: Lease) -> None:
     """Raises UsageError where training would start anew over records that no checkpoint explains.
 
     Those of a run that was killed before its first checkpoint are computed again. Where some
     checkpoints are left, training goes on from the newest, and computes the later records again.
     """
     folder = path / "checkpoints"
-    if finished_steps(folder):
+    steps = finished_steps(folder)
+    if steps:
+        lease.saved = steps[-1]
         return
     records = read_jsonl(path / "metrics.jsonl") + read_jsonl(path / "eval.jsonl")
     last = max((record["step"] for record in records), default=0)
     # Training makes the folder before it writes records, and waits for its first checkpoint.
-    is_young = config is not None and last <= config.checkpoint_every
+    is_young = config is not None and not lease.saved and last <= config.checkpoint_every
     if records and not (is_young and (is_url(path) or folder.exists())):
         problem = f"has records up to step {last}, and no checkpoint"
         remedy = "bring its checkpoints/ back from a copy; to train anew, move it away"
         raise usage_error("--workdir", path, problem, remedy)
+
+
+def _note_saved(path: epath.Path, lease: Lease | None) -> None:
+    """Tells the next training of the newest checkpoint, once all are complete."""
+    if lease:
+        lease.saved = max(finished_steps(path / "checkpoints"), default=lease.saved)
 
 
 def find_runs(workdir: epath.PathLike) -> list[epath.Path]:

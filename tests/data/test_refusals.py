@@ -34,7 +34,7 @@ LINES = "".join(json.dumps({"text": text}) + "\n" for text in articles())
 # What is wrong in the third line of a file, and what the line that refuses it mentions.
 WRONG_LINES = [
     (b'{"text": "a"', "JSON"),
-    (b'{"text": "\xff"}', "position 10"),
+    (b'{"text": "\xff"}', "byte 10"),
     (b'{"text": "\\ud800"}', "surrogate"),
     (b'{"text": 3}', "config.data.text_feature"),
     (b'{"content": "a", "id": 1}', "'content', 'id'"),
@@ -98,9 +98,10 @@ def test_a_document_that_is_too_long(tmp_path, monkeypatch, name):
         (NAME, "none", "mkdir -p {root}/none/wikipedia/20230601.en"),
         ("lm1b", "empty", "tfds build lm1b"),
         ("files", "none", "config.data.data_dir={root}/none"),
-        ("files", "other", "2 left out (1 hidden, 1 with another ending)"),
+        ("files", "other", "2 left out (1 hidden, 1 ending in .parquet)"),
         ("wikipedia", "none", "20230601.simple/1.0.0"),
         ("wikipedia/20230601.de", "none", "{root}/none/wikipedia/20230601.de"),
+        ("wikipedia/20230601.english", "none", "there is no wikipedia/20230601.english"),
         ("wikipedia/20220620.simple:1.0.0", "none", "wikipedia/20220620.simple/1.0.0 "),
         ("wikipedia_toxicity_subtypes", "none", "tfds build wikipedia_toxicity_subtypes "),
     ],

@@ -115,7 +115,7 @@ def test_files_that_are_not_read_are_counted(tmp_path, data_lines):
         (folder / "gone.txt").symlink_to(tmp_path / "nowhere")
         source = find_source(data_config(tmp_path, "files", folder))
     assert sorted(source.documents()) == [b"B.JSONL", b"D", b"a.jsonl", b"d/c.jsonl"]
-    counts = "6 with another ending, 4 hidden, 4 pipes, devices or broken links"
+    counts = "4 hidden, 3 pipes or devices, 2 ending in .csv, 2 without an ending, 1 broken links .."
     assert data_lines() == [f"data: {folder}: 4 files read, 14 left out ({counts})"]
 
 
@@ -152,7 +152,7 @@ def test_files_in_a_bucket_are_hashed_once(tmp_path, bucket, monkeypatch, data_l
     config = data_config(tmp_path, "files", bucket)
     config.cache_dir = f"{bucket}-stores"
     source = find_source(config)
-    left_out = "3 left out (2 hidden, 1 with another ending)"
+    left_out = "3 left out (2 hidden, 1 ending in .md)"
     assert data_lines() == [f"data: {bucket}: 3 files read, {left_out}"]
     assert list(source.documents())[2] == b"x/c.JSONL"
     assert sorted(hashed) == ["a.txt", "b.txt", "c.JSONL"]
@@ -192,6 +192,23 @@ def test_records_without_text_are_left_out_and_counted(tmp_path):
         store = open_store(data_config(tmp_path, "files", folder, template=template), 260)
         assert documents_of(store, "all") == documents
         assert store.index["empty"] == 2
+
+
+@pytest.mark.parametrize("kind", ["array_record", "tfrecord"])
+def test_texts_of_a_dataset_that_are_empty_are_left_out_and_counted(tmp_path, data_lines, kind):
+    texts = articles(50)
+    stores = []
+    for name, written in (("a", [*texts[:20], "", *texts[20:], " \n"]), ("b", texts)):
+        write_tfds(tmp_path / name, kind, written)
+        config = data_config(tmp_path / name, NAME, tmp_path / name, validation_fraction=0.2)
+        stores.append(open_store(config, 260))
+    with_empty, without = stores
+    for split in arrays.SPLITS:
+        assert_equal(read_tokens(with_empty, split), read_tokens(without, split))
+    assert (with_empty.index["empty"], without.index["empty"]) == (2, 0)
+    (line,) = [line for line in data_lines() if "left out" in line]
+    count = "data: 2 documents without text were left out"
+    assert line.startswith(f"{count}, the first in wikipedia-train.{kind}-00001")
 
 
 LONG_TEXTS = {
@@ -341,7 +358,7 @@ def test_source_files_are_split_by_their_paths(tmp_path):
 # --- Instructions -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["files", "array_record"])
+@pytest.mark.parametrize("kind", ["files", "array_record", "tfrecord"])
 def test_the_loss_may_fall_on_targets_only(tmp_path, kind):
     texts = articles(60)
     if kind == "files":

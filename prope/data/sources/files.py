@@ -53,6 +53,7 @@ _RULE = 2  # version of the rule that reads .txt files; in the fingerprint
 FEW_TEXTS = 16  # so many documents can hardly be split into training and validation
 _PIECES = 256  # into which they are cut, by a rule that makes each at least of ..
 _LEAST_PIECE = 256  # bytes
+_SHOWN_REASONS = 5
 
 
 def files(folder: epath.Path, rule: TextRule, cache: str) -> Source:
@@ -123,9 +124,9 @@ def _list_folder(folder: epath.Path) -> _Found:
 
     Links to folders are followed, each folder once: after those that are there themselves.
     """
+    found = {}
     left_out: collections.Counter[str] = collections.Counter()
-    seen: set[str] = set()
-    paths = []
+    seen = set()
     links = []
     roots = [str(folder)]
     for root in roots:  # which grows
@@ -140,15 +141,15 @@ def _list_folder(folder: epath.Path) -> _Found:
             roots += [path for path in below if os.path.islink(path)]
             for name in names:
                 path = pathlib.Path(parent, name)
-                reason = _reason_against(name)
-                if not reason and not path.is_file():
-                    reason = "pipes, devices or broken links"
+                reason = _reason_against(name) or _reason_against_kind(path)
                 if reason:
                     left_out[reason] += 1
+                elif path.is_symlink():
+                    links.append(path)
                 else:
-                    (links if path.is_symlink() else paths).append(path)
-    found = {}
-    for path in [*paths, *sorted(links)]:
+                    seen.add(os.path.realpath(path))
+                    found[epath.Path(path)] = _File(path.stat().st_size)
+    for path in sorted(links):
         if _seen_before(path, seen):
             left_out["linked twice"] += 1
         else:
@@ -177,13 +178,24 @@ def _reason_against(name: str) -> str:
     """Says why a file is not read, by its path in the folder; empty where it is read."""
     if any(map(_is_hidden, name.split("/"))):
         return "hidden"
-    return "" if name.lower().endswith(_SUFFIXES) else "with another ending"
+    if name.lower().endswith(_SUFFIXES):
+        return ""
+    ending = os.path.splitext(name)[1]
+    return f"ending in {ending}" if ending.isprintable() and ending else "without an ending"
+
+
+def _reason_against_kind(path: pathlib.Path) -> str:
+    if path.is_file():
+        return ""
+    return "pipes or devices" if path.exists() else "broken links"
 
 
 def _describe(left_out: collections.Counter) -> str:
-    """Formats how many files are left out, and why."""
-    reasons = [f"{count} {reason}" for reason, count in left_out.most_common()]
-    return f"{left_out.total()} left out ({', '.join(reasons) or 'none'})"
+    """Formats how many files are left out, and the most frequent reasons."""
+    reasons = [f"{count} {reason}" for reason, count in left_out.most_common(_SHOWN_REASONS)]
+    others = " .." if len(left_out) > _SHOWN_REASONS else ""
+    why = f" ({', '.join(reasons)}{others})" if reasons else ""
+    return f"{left_out.total()} left out{why}"
 
 
 def _hash_files(folder: epath.Path, names: list[str], stamps: list[str], cache: str) -> list[str]:
@@ -322,21 +334,26 @@ def _json_document(line: bytes, rule: TextRule) -> Document:
     """Parses a line; raises UsageError with the reason alone."""
     if len(line) >= 2 * MAX_DOCUMENT:
         raise too_long("the line")
+    if line.lstrip().startswith(b"["):
+        problem = "a JSON array, not an object"
+        raise UsageError(f"{problem}; write one object a line, as jq -c '.[]' does")
     try:
         record = parse_json(line.decode())
-    except ValueError as error:  # among them text that is not UTF-8
-        problem = f"not a JSON value in UTF-8 ({error})"
+    except UnicodeDecodeError as error:
+        raise UsageError(f"not UTF-8 text (byte {error.start}); convert or remove it") from None
+    except ValueError as error:
+        problem = f"not a JSON value ({error})"
         raise UsageError(f"{problem}; write one object a line, as jq -c does") from None
-    record = record if isinstance(record, dict) else {}
+    keys = list(record) if isinstance(record, dict) else []
     values = {}
     for name in rule.features:
-        value = record.get(name, 0)
-        if value is None:
+        if name in keys and record[name] is None:
             return Document(b"")  # which is left out, and counted
+        value = record[name] if name in keys else None
         if not isinstance(value, str):
-            listed = ", ".join(map(repr, record))[:200] or "none"
-            problem = f"no text under {name!r}; write one object a line, and name its key with"
-            raise UsageError(f"{problem} {rule.option}: it has {listed}")
+            listed = ", ".join(map(repr, keys))[:200] or "none"
+            problem = f"no text under {name!r}; name the key with {rule.option}"
+            raise UsageError(f"{problem}: it has {listed}")
         try:
             values[name] = value.encode()
         except UnicodeEncodeError:

@@ -288,6 +288,13 @@ def download_hint(name: str, data_dir: str | epath.Path) -> str:
         build = f"tfds build {name} --file_format=array_record --data_dir={data_dir}"
         return f"; prepare it with TFDS (any machine): {build}"
 
+    from tensorflow_datasets.text.wikipedia import Wikipedia
+
+    known = [config.name for config in Wikipedia.BUILDER_CONFIGS]
+    if configs and configs[0] not in known:
+        problem = f"; there is no wikipedia/{configs[0]}{nearest(configs[0], known)}"
+        return f"{problem}: give one such as wikipedia/20230601.simple"
+
     def copy(config: str) -> str:
         source = f"gs://tfds-data/datasets/wikipedia/{config}/1.0.0"
         target = f"{data_dir}/wikipedia/{config}"

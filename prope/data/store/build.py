@@ -55,11 +55,11 @@ _SIZES = ("tokens", "documents", "bytes", "unk_tokens")
 POLL_SECONDS = 1.0  # hundreds of hosts may wait for a lock in a shared folder
 
 
-def open_store(data: ConfigDict, vocab_size: int) -> Store:
+def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> Store:
     """Returns the token store of one source's `config.data`; prepares it if it does not exist.
 
-    Raises UsageError where the data, the tokenizer or the size of the model's vocabulary does not
-    fit.
+    If the store was prepared, `stats` is filled with `tokens` and `workers`. Raises UsageError
+    where the data, the tokenizer or the size of the model's vocabulary does not fit.
     """
     tokenizer = load_tokenizer(data.tokenizer)
     ids = tokenizer.text_size
@@ -92,7 +92,7 @@ def open_store(data: ConfigDict, vocab_size: int) -> Store:
             if store is None:
                 chunks = local_folder / f"{name}.chunks"
                 try:
-                    _write_store(source, data, rule, path, chunks)
+                    _write_store(source, data, rule, path, chunks, {} if stats is None else stats)
                 except (OSError, RunFailed):
                     if find_store(path, fingerprint) is None:
                         raise
@@ -183,17 +183,19 @@ def _lock_preparation(cache: str, name: str) -> Iterator[pathlib.Path]:
 
 
 def _write_store(
-    source: Source, data: ConfigDict, rule: dict, path: str, chunks: pathlib.Path
+    source: Source, data: ConfigDict, rule: dict, path: str, chunks: pathlib.Path, stats: dict
 ) -> None:
     """Packs the source, and writes the store from its chunks; the index makes it valid."""
-    records = workers.pack_chunks(source, data, rule["has_prompts"], chunks)
+    records = workers.pack_chunks(source, data, rule["has_prompts"], chunks, stats)
     index: dict = {}
     for split in SPLITS:
         counts = [record[split] for record in records]  # of older code some lack unk_tokens
         index[split] = {name: sum(count.get(name, 0) for count in counts) for name in COUNTS}
     index["empty"] = sum(record["empty"] for record in records)
     if index["empty"]:
-        log.info("data: %d documents without text were left out", index["empty"])
+        first = next(record["chunk"] for record in records if record["empty"])
+        message = "data: %d documents without text were left out, the first in %s"
+        log.info(message, index["empty"], first)
     _log_unknown(index, data.tokenizer)
     if not any(index[split]["documents"] for split in SPLITS):
         raise UsageError(f"{source.name}: has no document with text; add some")
@@ -273,16 +275,19 @@ def _prepare_source(data: ConfigDict, vocab_size: int) -> dict:
     if is_generated(data.dataset):
         log.info("%s is generated while it is read: there is nothing to prepare", data.dataset)
         fingerprint = GeneratedWindows(data, vocab_size, "train").store.fingerprint
-        sizes = dict.fromkeys((*_SIZES, "seconds"), 0)
-        return {"store": None, **sizes, "fingerprint": fingerprint}
+        result: dict = {"store": None} | dict.fromkeys((*_SIZES, "seconds"), 0)
+        return result | {"fingerprint": fingerprint, "prepared": False}
     start = time.perf_counter()
-    store = open_store(data, vocab_size)
+    stats: dict = {}
+    store = open_store(data, vocab_size, stats)
     for split in SPLITS:
         check_split(store, data, split)
-    return {
-        "store": store.path,
-        **{name: store.count(name, "all") for name in _SIZES},
-        "seconds": round(time.perf_counter() - start, 3),
-        "fingerprint": store.fingerprint,
-        **{name: store.index[name] for name in (*SPLITS, "empty")},
-    }
+    seconds = time.perf_counter() - start
+    result = {"store": store.path, **{name: store.count(name, "all") for name in _SIZES}}
+    result |= {"fingerprint": store.fingerprint, "prepared": bool(stats)}
+    result |= {"seconds": round(seconds, 3), "tokens_per_second": None, "workers": 0}
+    tokens = stats.get("tokens")
+    if tokens:
+        result["tokens_per_second"] = round(tokens / seconds)
+        result["workers"] = stats["workers"]
+    return result | {name: store.index[name] for name in (*SPLITS, "empty")}

@@ -1,9 +1,11 @@
 """Tokenises the chunks of a source into files, in several processes; resumes after a stop."""
 
+import io
 import itertools
 import math
 import multiprocessing
 import pathlib
+import sys
 import time
 from collections.abc import Iterator
 from concurrent import futures
@@ -14,6 +16,7 @@ from tqdm import tqdm
 
 from prope.data.sources.base import Chunk, Source
 from prope.data.store import pack
+from prope.data.store.arrays import SPLITS
 from prope.errors import RunFailed, log
 from prope.runtime.files import read_json
 from prope.runtime.processes import count_cores
@@ -25,9 +28,12 @@ _NumberedChunks = list[tuple[int, Chunk]]
 
 
 def pack_chunks(
-    source: Source, data: ConfigDict, has_prompts: bool, folder: pathlib.Path
+    source: Source, data: ConfigDict, has_prompts: bool, folder: pathlib.Path, stats: dict
 ) -> list[dict]:
-    """Packs every chunk that has no files yet; returns the records of all, in order."""
+    """Packs every chunk that has no files yet; returns the records of all, in order.
+
+    `stats` is filled with the `workers` and the `tokens` that they wrote.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     records: list[dict] = []
     missing: _NumberedChunks = []
@@ -44,20 +50,33 @@ def pack_chunks(
     num_workers = data.num_workers or (1 if missing_bytes < _ONE_PROCESS_BYTES else count_cores())
     num_workers = max(1, min(num_workers, len(missing)))
     settings = (data.tokenizer, data.validation_fraction, has_prompts)
-    done = source.num_bytes - missing_bytes
-    logged = time.monotonic()
-    options = {"unit": "B", "unit_scale": True, "desc": "data"}
-    # Where there is no terminal, a line of the log now and then instead.
-    with tqdm(total=source.num_bytes, initial=done, disable=None, **options) as bar:
+    stats |= {"workers": num_workers, "tokens": 0}
+    with _progress_bar(source.num_bytes, source.num_bytes - missing_bytes) as bar:
         for number, record in _packed(missing, folder, num_workers, settings):
             records[number] = record
-            num_bytes = source.chunks[number].num_bytes
-            bar.update(num_bytes)
-            done += num_bytes
-            if bar.disable and time.monotonic() - logged > _LOG_SECONDS:
-                logged = time.monotonic()
-                log.info("data: %.1f of %.1f MB are packed", done / 1e6, megabytes)
+            stats["tokens"] += sum(record[split]["tokens"] for split in SPLITS)
+            bar.update(source.chunks[number].num_bytes)
     return records
+
+
+class _LoggedBar(tqdm):
+    """A progress bar for where there is no terminal: a line of the log now and then."""
+
+    def __init__(self, **options):
+        super().__init__(file=io.StringIO(), **options)
+        self._logged = time.monotonic()
+
+    def update(self, n=1):
+        """Advances by `n`."""
+        super().update(n)
+        if time.monotonic() - self._logged > _LOG_SECONDS:
+            self._logged = time.monotonic()
+            log.info("%s", tqdm.format_meter(**self.format_dict | {"ncols": 0}))
+
+
+def _progress_bar(total: int, initial: int) -> tqdm:
+    bar = tqdm if sys.stderr.isatty() else _LoggedBar
+    return bar(total=total, initial=initial, unit="B", unit_scale=True, desc="data")
 
 
 def _packed(

@@ -7,7 +7,9 @@ window may be in, so none is in both. Only answers have a weight.
 
 import functools
 import itertools
+import textwrap
 import zlib
+from collections.abc import Iterator
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -53,7 +55,6 @@ class GeneratedWindows:
                 f"windows of {data.dataset} need at least {shortest} tokens",
                 "raise config.data.seq_len",
             )
-        self.text_of = self._tasks.text_of
         self.name = data.dataset
         self.seq_len = data.seq_len
         self.position_range = data.position_range
@@ -130,3 +131,20 @@ class GeneratedWindows:
                     )
                 start = stop
         return {"accuracy": float(correct[task >= 0].mean()), "accuracy_by_distance": by_distance}
+
+    def describe(self, index: int) -> Iterator[str]:
+        """Yields lines that show a window: its text, then every answer."""
+        window = self.window(index)
+        text_of = self._tasks.text_of
+        indent = "    "
+        text = text_of(window.stream)
+        yield from textwrap.wrap(text, 110, initial_indent=indent, subsequent_indent=indent)
+        yield "  place  task       token    target  weight  distance  the answer is in"
+        for place in np.flatnonzero(window.task >= 0):
+            name = self._tasks.NAMES[window.task[place]]
+            distance = window.distance[place]
+            token = text_of([window.stream[place]])
+            target = text_of([window.stream[place + 1]])
+            evidence = f"{text_of([window.stream[place - distance]])} at {place - distance}"
+            columns = f"  {place:5d}  {name:9s}  {token:7s}  {target:6s}  {1:6d}"
+            yield f"{columns}  {distance:8d}  {evidence}"
