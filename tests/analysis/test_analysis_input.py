@@ -5,12 +5,14 @@ import json
 import numpy as np
 import pytest
 from support.heads import analysis_options
+from support.runs import make_run
 from support.text import data_config, read_tokens
 
 from prope.analysis import analysis, choices, sequences
 from prope.config import default_config
 from prope.data import windows
 from prope.data.mixture import open_windows
+from prope.data.store.pack import is_validation
 from prope.data.tokenizer import GEMMA_IDS, ByteTokenizer
 from prope.errors import UsageError
 from prope.workdir.run import open_run, write_config
@@ -42,6 +44,26 @@ def test_sequences_are_how_documents_begin(tmp_path, monkeypatch, stretch):
     stream = read_tokens(opened.store, "validation")
     lengths = np.diff(np.flatnonzero(stream == GEMMA_IDS.bos), append=len(stream))
     assert len(longest) == lengths.max()
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_a_run_is_analysed_on_what_it_was_not_trained_on(tmp_path, imported):
+    """A trained one on its validation split, an imported one on all documents."""
+    texts = [f"{number:07} of many" for number in range(200)]
+    folder = write_documents(tmp_path / "text", texts)
+    make_run(tmp_path / "run")
+    run = open_run(tmp_path / "run")
+    fields = {"seq_len": 64, "validation_fraction": 0.2}
+    run.config.data = data_config(tmp_path, "files", folder, **fields)
+    run.checkpoint.data = {"imported_from": "gemma"} if imported else {}
+    options = analysis_options(seq_len=8, sequences=100)
+    tokens, _, text = sequences.read_sequences(run, options)
+    assert text == {"source": "files", "split": "all" if imported else "validation"}
+    starts = {bytes(row[1:] - 4).decode() for row in np.array(tokens, np.uint8)}
+    held_out = {text[:7] for text in texts if is_validation(text.encode(), 0.2)}
+    assert len(starts) >= 20
+    assert (starts <= held_out) == (not imported)
+    assert starts <= {text[:7] for text in texts}
 
 
 @pytest.mark.slow

@@ -115,6 +115,21 @@ def test_a_store_is_written_once_and_named_by_what_is_in_it(tmp_path, config):
     assert open_store(config, 260).fingerprint != store.fingerprint
 
 
+def test_a_store_does_not_count_without_its_index(config, whole, monkeypatch):
+    write_array = arrays.write_array
+
+    def stop_after(*arguments):
+        write_array(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arrays, "write_array", stop_after)
+        with pytest.raises(KeyboardInterrupt):
+            open_store(config, 260)
+    assert [*pathlib.Path(config.cache_dir).rglob("zarr.json")], "half of it is there"
+    assert digest(open_store(config, 260).path) == whole
+
+
 def test_a_damaged_store_is_an_error_and_not_other_text(config):
     store = open_store(config, 260)
     (shard,) = pathlib.Path(store.path, "train", "c").rglob("*")

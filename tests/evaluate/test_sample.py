@@ -200,6 +200,20 @@ def test_tokens_equal_those_of_the_full_forward(fields, temperature, monkeypatch
 
 
 @pytest.mark.slow
+def test_bfloat16_stays_near_its_full_forward():
+    config = small(dtype="bfloat16")
+    params = lively(config)
+    prompts, lengths = draw_prompts(params)
+    sampling = Sampling(12, 0.0, eos=NEVER)
+    tokens = generate(config, sampling, params, prompts, lengths, generation.row_keys(0, 4))
+    logits = full_forward(config, params, join(prompts, tokens))
+    for b, n in enumerate(LENGTHS):
+        scores = logits[b, n - 1 : n + 11]
+        behind = scores.max(axis=-1) - scores[np.arange(12), tokens[b]]
+        assert behind.max() < 0.1 * scores.std(), "the likeliest, or level with it"
+
+
+@pytest.mark.slow
 def test_a_row_that_has_ended_stays_as_it_is():
     config = small()
     params = lively(config)

@@ -124,6 +124,39 @@ def test_the_neutral_value_of_each_is_rope_bit_for_bit():
     np.testing.assert_array_equal(clamped, encodings.clipped_frequencies(64, 1e4, 32))
 
 
+@pytest.mark.parametrize(
+    ("d", "wavelength", "length", "pairs"),
+    [
+        (16, 1e4, 512, 4),
+        (128, 5e5, 8192, 35),
+        (128, 1e4, 4096, 46),
+        (256, 1e4, 512, 62),
+        (256, 1e4, 8192, 100),
+    ],
+)
+def test_a_cutoff_keeps_the_pairs_that_complete_a_period(d, wavelength, length, pairs):
+    kept = encodings.cutoff_frequencies(d, wavelength, length)
+    assert np.count_nonzero(kept) == pairs
+    expected = encodings.hard_clip_frequencies(d, wavelength, d // 2 - pairs)
+    np.testing.assert_array_equal(kept, expected)
+
+
+LAW = {"max_wavelength": 1e4, "rope_percentage": 0.5, "original_seq_len": 512}
+LAW |= {"rope_cutoff": 1.0, "clip_low_n": 9}
+
+
+@pytest.mark.parametrize("d", [44, 64, 88, 104, 128, 224, 256])
+def test_every_type_gives_frequencies_that_fall_from_1(d):
+    for name, (function, needed) in encodings.TYPES.items():
+        freqs = function(d, *[LAW[field] for field in needed])
+        assert (freqs.shape, freqs.dtype) == ((d // 2,), np.float64), name
+        assert 0 <= freqs.min() <= freqs.max() <= 1, name
+        rotated = freqs[freqs > 0]
+        assert len(rotated) > 1, name
+        assert (np.diff(rotated) < 0).all(), name
+        assert name == "reversed" or (np.diff(freqs) <= 0).all(), name
+
+
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 

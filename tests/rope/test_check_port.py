@@ -29,7 +29,7 @@ from prope.golden.check import (
     predict,
     read_values,
 )
-from prope.rope import rotate, rotation_table
+from prope.rope import apply_p_rope, rotate, rotation_table
 
 CASES = load_cases()
 PROPORTIONAL = [name for name in CASES if name.startswith("proportional")]
@@ -496,10 +496,29 @@ def test_every_form_of_an_array_is_read(tmp_path):
         assert verdict.startswith("equal to partial rotary in 1 of 17 cases within")
 
 
+def test_deepmind_s_gemma_passes_with_float32_angles(gemma_rope):
+    values = {}
+    for name in PROPORTIONAL:
+        _, theta, p = settings(name)
+        positions = CASES[name]["positions"].astype(np.int32)[None]
+        values[name] = {}
+        for kind in ("queries", "keys"):
+            inputs = np.float32(CASES[name][kind])[None, :, None]
+            rotated = gemma_rope(inputs, positions, base_frequency=theta, rope_proportion=p)
+            values[name][f"rotated_{kind}"] = np.asarray(rotated)[0, :, 0]
+    assert mistake_in(values) == FLOAT32
+    assert check(values, float32_angles=True)[1]["equal"]
+
+
 def test_the_command_prints_a_verdict(run_command, start_command, tmp_path):
+    """Of this library's own rotation, which is a port like any other."""
     name = "proportional_d64_p0.3"
-    for file, p in (("right", 0.3), ("wrong", 1.0)):
-        rotated = predict(CASES[name] | {"rope_percentage": p}, {})["rotated_queries"]
+    case = CASES[name]
+    d, theta, right = settings(name)
+    inputs = np.float32(case["queries"])[None, :, None]
+    positions = case["positions"].astype(np.int32)[None]
+    for file, p in (("right", right), ("wrong", 1.0)):
+        rotated = np.asarray(apply_p_rope(inputs, positions, d, theta, p))[0, :, 0]
         np.savez(tmp_path / file, **{f"{name}/rotated_queries": rotated})
     done = run_command("prope.check_port", f"--values={tmp_path}/right.npz")
     assert done.code == 0 and done.result["equal"]
