@@ -341,7 +341,7 @@ REFUSED = [
     ({"depths": "0,1.5"}, "--depths=0,1.5"),
     ({"depths": "x"}, "--depths=x"),
     ({"control": "near"}, "--depths=0,0.5"),
-    ({"encoding": "dynamic"}, "dynamic"),
+    ({"encoding": "dynamic"}, "rope_scaling_type=dynamic"),
 ]
 
 

@@ -363,7 +363,7 @@ REFUSED = [
     ({"dataset": "longcontext/niah-5"}, "config.data.dataset=longcontext/niah-5"),
     ({"data_dir": "x"}, "data.data_dir=x"),
     ({"tokenizer": "a.model"}, "data.tokenizer=a.model"),
-    ({"dataset": "mixture", "mixture": (COPY,)}, "dataset"),
+    ({"dataset": "mixture", "mixture": (COPY,)}, f"config.data.mixture[0]={COPY}: "),
     ({"dataset": "mixture", "mixture": (NIAH,), "tokenizer": "a.model"}, "data.tokenizer=a.model"),
     ({"dataset": "synthetic/recall", "seq_len": 31}, "seq_len=31"),
     ({"seq_len": 63}, "seq_len=63"),
