@@ -12,9 +12,11 @@ import time
 import types
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from etils import epath
 from support.commands import CONFIG, finish, refusal
+from support.runs import save_checkpoints
 from support.text import read_lines, write_lines
 
 from prope.config import default_config
@@ -346,6 +348,26 @@ def test_records_that_no_checkpoint_explains_are_kept(
             pass
     if records:
         assert len(read_lines(tmp_path / f"{name}.jsonl")) == 2
+
+
+@pytest.mark.parametrize("ends_by", [None, Stopped("SIGTERM")])
+def test_a_lease_tells_the_next_training_of_the_newest_checkpoint(place, ends_by):
+    """So that records up to the first checkpoint are kept where checkpoints/ was emptied since."""
+    write_config(place, small_config())
+    with contextlib.suppress(Stopped), open_workdir(place, small_config()) as lease:
+        (place / "metrics.jsonl").write_text(json.dumps({"step": 10}))
+        save_checkpoints(place, small_config(), {10: {"a": np.zeros(2)}})
+        if ends_by:
+            raise ends_by
+    assert lease.saved == 10
+    (place / "checkpoints").rmtree()
+    (place / "checkpoints").mkdir()
+    for _ in range(2):
+        with (
+            pytest.raises(UsageError, match="has records up to step 10, and no checkpoint"),
+            open_workdir(place, small_config()),
+        ):
+            pass
 
 
 @pytest.mark.parametrize(("last", "starts"), [(10, True), (11, False)])
