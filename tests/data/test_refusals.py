@@ -282,7 +282,8 @@ def test_a_file_without_a_byte(tmp_path, name):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / name).write_bytes(b"")
     config = data_config(tmp_path, "files", tmp_path / "text")
-    refused(config, "files")
+    says = refused(config, "has no document with text")
+    assert says.startswith("files: ")
     assert not list(tmp_path.rglob("index.json"))
     (tmp_path / "text" / "b.txt").write_text("a text")
     assert open_store(config, 260).count("documents", "all") == 1
@@ -320,8 +321,8 @@ STORE = {"dataset": NAME, "store": "gs://bucket/a", "data_dir": ""}
         ({"dataset": "python_source"}, "data.data_dir=x"),
         (MIXTURE, "data.mixture=()"),
         (MIXTURE | {"mixture": (FILES | {"data_dir": ""},)}, "data.mixture[0].data_dir="),
-        (MIXTURE | {"mixture": (FILES | {"weight": 0},)}, "weight"),
-        (MIXTURE | {"mixture": ({"weight": 1},)}, "dataset"),
+        (MIXTURE | {"mixture": (FILES | {"weight": 0},)}, "data.mixture[0]={'weight': 0, "),
+        (MIXTURE | {"mixture": ({"weight": 1},)}, "data.mixture[0]={'weight': 1}: "),
         (MIXTURE | {"mixture": (FILES | {"data_dri": "a"},)}, "did you mean data_dir?"),
         (MIXTURE | {"mixture": (FILES,), "store": "gs://bucket/a"}, "data.store=gs://bucket/a"),
         (STORE | {"dataset": "synthetic/copy"}, "data.store=gs://bucket/a"),
