@@ -156,13 +156,18 @@ def test_memory_of_attention_grows_as_the_length():
     assert temporary_bytes(32_768) < 2.1 * half
 
 
-def check_cache(arrays, first, mask=CAUSAL, slots=lambda x: x, multiple=8, **options):
+CACHE = 4  # in float32: at most 5e-6, of values near 1
+
+
+def check_cache(arrays, first, mask=CAUSAL, slots=lambda x: x, multiple=CACHE, **options):
     """Compares attention to a cache of keys with the formula.
 
     The queries [B, T, N, H] come from position `first` [B] on. `slots` makes the cache of all keys
     and values [B, S, K, H].
     """
     query, key, value = arrays
+    if query.dtype == np.float32:
+        query = query / 4  # scores up to 12: one ulp of larger ones hides more
     first = np.array(first)
     positions = first[:, None, None] + np.arange(query.shape[1])[:, None]
     keys = np.arange(key.shape[1])
@@ -170,7 +175,7 @@ def check_cache(arrays, first, mask=CAUSAL, slots=lambda x: x, multiple=8, **opt
     if mask.window is not None:
         seen = seen & ((keys > positions - mask.window) | (keys < mask.sinks))
     formula = functools.partial(oracles.attention, seen=seen, cap=options.get("cap"))
-    expected, movement = measure_rounding(formula, *arrays)
+    expected, movement = measure_rounding(formula, query, key, value)
     newest = jnp.asarray(first + query.shape[1] - 1)
     attend = functools.partial(
         scaled_attention, first_query=jnp.asarray(first), newest_key=newest, **options
@@ -196,7 +201,7 @@ def test_queries_may_come_after_cached_keys(T, S, kv_heads, first, implementatio
     check_cache(arrays, first, Mask(window=window), implementation=implementation)
 
 
-@pytest.mark.parametrize(("dtype", "multiple"), [("float32", 8), ("bfloat16", BFLOAT16)])
+@pytest.mark.parametrize(("dtype", "multiple"), [("float32", CACHE), ("bfloat16", BFLOAT16)])
 def test_a_cache_of_several_blocks_has_sinks_beside_a_window_and_a_cap(dtype, multiple):
     arrays = draw(150, 1200, 4, 2, dtype=dtype)
     mask = Mask(window=40, sinks=3)

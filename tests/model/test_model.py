@@ -32,14 +32,14 @@ SEGMENTS = np.array(
 )
 
 
-def assert_equals_formula(config, params, tokens, positions, segments=None):
+def assert_equals_formula(config, params, tokens, positions, segments=None, multiple=4):
     """Compares the logits with the formula."""
     inputs = (tokens, positions, segments)
     expected, movement = measure_rounding(
         lambda params: oracles.decoder(config, params, *inputs), params
     )
     scores = forward(config, params, *inputs)
-    assert_equal_but_rounding(scores, expected, movement)
+    assert_equal_but_rounding(scores, expected, movement, multiple)
 
 
 @pytest.mark.parametrize(("p", "kv_heads"), [(0.0, 1), (0.25, 2), (0.75, 1), (1.0, 4)])
@@ -82,7 +82,8 @@ EVERYTHING = ALL_SWITCHES | {"sliding_window": 3}
 )
 def test_kinds_of_layers_equal_the_formula(fields):
     """E4 is compared with it, in the default tier too, by the gradient and by a cache."""
-    assert_equals_formula(small(**fields), *draw(small(**fields)), SEGMENTS)
+    multiple = 2 if fields is EVERYTHING else 4  # one ulp moves it more
+    assert_equals_formula(small(**fields), *draw(small(**fields)), SEGMENTS, multiple)
 
 
 @pytest.mark.parametrize("percentages", [(1.0, 0.25, 0.0), (0.0, 0.25, 1.0)])
@@ -235,7 +236,9 @@ def gradient_without_scan_or_remat(name):
 def test_scan_and_remat_change_nothing(name, scan_layers, remat):
     arguments, expected, rounding = gradient_without_scan_or_remat(name)
     config = small(**MODELS[name], scan_layers=scan_layers, remat=remat)
-    assert_equal_but_rounding(loss_and_gradient(config, *arguments), expected, rounding)
+    loss, gradient = loss_and_gradient(config, *arguments)
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    assert_equal_but_rounding(gradient, expected[1], rounding[1], multiple=4)
 
 
 @pytest.mark.slow

@@ -172,6 +172,7 @@ CASES = [
     (MQA, (2, 4, 1), "minimal", True, TWICE),
     (MHA, (4, 2, 1), "save_qkv", False, {}),
     (MHA, (1, 4, 2), "save_qkv", True, {}),
+    (MHA | MASKED, (1, 2, 4), "minimal", True, TWICE),
     (GQA | MASKED | ODD, (1, 8, 1), "none", True, {}),
     (GQA | MASKED | NARROW, (2, 2, 2), "none", True, {}),
     (GQA | LONG | MASKED, (2, 4, 1), "full", True, SPLASH),
@@ -224,11 +225,11 @@ def check_gemma_4_steps():
 
 
 def check_first_steps():
-    check_steps(CASES[:10])
+    check_steps(CASES[:11])
 
 
 def check_second_steps():
-    check_steps(CASES[10:])
+    check_steps(CASES[11:])
 
 
 def check_steps(cases):

@@ -12,6 +12,8 @@ import numpy as np
 
 # Each input is rounded once; what is between it and the result is rounded a few times more.
 MULTIPLE = 8
+# No bound is more of the largest number of a result, by the result's dtype.
+LARGEST = {"float32": 1e-3, "bfloat16": 2e-2}
 
 
 def move_by_one_ulp(tree, seed=0):
@@ -49,13 +51,25 @@ def measure_rounding(function, *inputs, seeds=2):
     return result, movement
 
 
-def assert_equal_but_rounding(actual, expected, movement, multiple=MULTIPLE, where=""):
-    """Compares the arrays of two trees: each may differ by `multiple` times its movement."""
+def assert_equal_but_rounding(
+    actual, expected, movement, multiple=MULTIPLE, where="", largest=None
+):
+    """Compares the arrays of two trees: each may differ by `multiple` times its movement.
+
+    A bound may not be more than `largest`, by default that of `LARGEST`, times the largest number
+    that is expected: a fault that has a result depend on last bits must not widen its own bound.
+    """
 
     def compare(path, ours, theirs, one_ulp):
-        error = np.abs(np.float64(ours) - np.float64(theirs)).max(initial=0)
+        assert np.shape(ours) == np.shape(theirs), (where, path)
+        is_narrow = jnp.asarray(ours).dtype == jnp.bfloat16
+        share = largest or LARGEST["bfloat16" if is_narrow else "float32"]
+        ours, theirs = np.float64(ours), np.float64(theirs)
+        error = np.abs(ours - theirs).max(initial=0)
+        bound = multiple * one_ulp
         name = f"{where} {jax.tree_util.keystr(path)}"
-        assert error <= multiple * one_ulp, f"{name}: {error:.2g}, one ulp moves it {one_ulp:.2g}"
+        assert bound <= share * np.abs(theirs).max(initial=0), f"{name}: a bound of {bound:.2g}"
+        assert error <= bound, f"{name}: {error:.2g}, one ulp moves it {one_ulp:.2g}"
 
     jax.tree_util.tree_map_with_path(compare, actual, expected, movement)
 
