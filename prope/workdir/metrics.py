@@ -137,11 +137,8 @@ class EventFiles(contextlib.AbstractContextManager):
         self._unwritten: list[tuple[float, int, str, float]] = []  # time, step, tag, value
         self._file = None
         self._number = 0
-        # It imports torch where that is installed, which takes seconds: beside a compilation.
-        self._import = threading.Thread(
-            target=importlib.import_module, args=["tensorboardX.event_file_writer"]
-        )
-        self._import.start()
+        # Here, not in a thread: TFDS's lazy imports replace Python's own for all threads meanwhile.
+        importlib.import_module("tensorboardX.event_file_writer")
 
     def add(self, tag: str, record: dict, made: float) -> None:
         """Adds the numbers of a record that was made at a time, in seconds since the epoch."""
@@ -153,7 +150,6 @@ class EventFiles(contextlib.AbstractContextManager):
         """Writes what was added."""
         if not self._unwritten:
             return
-        self._import.join()
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.summary import scalar
