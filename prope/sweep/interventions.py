@@ -3,6 +3,7 @@
 What is read are the records of `prope.evaluate --intervene`, on the tokens of a plain evaluation.
 """
 
+import collections
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ class Change(NamedTuple):
     layers: str  # "" all, or as --intervene names them
     factor: float  # by which `interpolate` slows; 1 for others
     seq_len: int
-    pairs: str  # band and layers, or the encoding, and the factor
+    pairs: str  # band and layers, or the encoding; by which of several factors
     difference: Difference  # over seeds; over documents for a single run
 
 
@@ -47,7 +48,8 @@ def kind_of(encoding: str | None) -> str | None:
 def changes(runs: list[Run]) -> list[Change]:
     """Computes the changes of the last step's loss, by kind, group, band, factor and length.
 
-    Records of several bands at once are left out.
+    Of several factors at one length, the names of pairs have them. Records of several bands at
+    once are left out.
     """
     computed = []
     for kind in WORDS:
@@ -58,7 +60,7 @@ def changes(runs: list[Run]) -> list[Change]:
 
 def _changes(kind: str, name: str, group: list[Run]) -> list[Change]:
     cases = {
-        (record["encoding"], record["factor"], record["seq_len"])
+        (record["encoding"], record.get("factor"), record["seq_len"])
         for run in group
         for record in run.evaluations
         if kind_of(record.get("encoding")) == kind and "+" not in record["encoding"]
@@ -75,9 +77,12 @@ def _changes(kind: str, name: str, group: list[Run]) -> list[Change]:
         band = ()
         if kind in INTERVENTIONS:
             band = tuple(map(int, pairs.split("-")))
-        if factor != 1:
-            label += f" by {factor:g}"
+        factor = factor or 1.0  # of older records
         computed.append(Change(name, kind, band, layers, factor, seq_len, label, difference))
+    places = collections.Counter((change.pairs, change.seq_len) for change in computed)
+    for i, change in enumerate(computed):
+        if places[change.pairs, change.seq_len] > 1:
+            computed[i] = change._replace(pairs=f"{change.pairs} by {change.factor:g}")
     return computed
 
 
