@@ -65,6 +65,7 @@ def get_config(argument: str = "gemma3_4b"):
     if name not in MODELS:
         raise ValueError(f"{argument}: must be tiny or one of {', '.join(MODELS)}")
     config = families["on_wikipedia"]()
+    config.data.bos_every_window = True  # as the checkpoint was trained
     config.data.seq_len = 4096
     config.batch_size = 64  # sequences, so 262,144 tokens
     config.accumulation = 8  # one sequence at a time on each of 8 GPUs

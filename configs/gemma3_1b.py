@@ -24,6 +24,7 @@ families = runpy.run_path(str(pathlib.Path(__file__).with_name("families.py")))
 
 def get_config(size: str = "full"):
     config = families["on_wikipedia"]()
+    config.data.bos_every_window = True  # as the checkpoint was trained
     config.batch_size = 32  # sequences, so 1 M tokens
     config.data.seq_len = 32_768
     config.optimizer.learning_rate = 3e-4

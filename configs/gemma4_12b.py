@@ -23,6 +23,7 @@ families = runpy.run_path(str(pathlib.Path(__file__).with_name("families.py")))
 
 def get_config(size: str = "full"):
     config = families["on_wikipedia"]()
+    config.data.bos_every_window = True  # as the checkpoint was trained
     config.num_steps = 2000
     config.batch_size = 64  # sequences, so 2 M tokens
     config.accumulation = 1

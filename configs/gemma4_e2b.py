@@ -25,6 +25,7 @@ families = runpy.run_path(str(pathlib.Path(__file__).with_name("families.py")))
 
 def get_config(size: str = "full"):
     config = families["on_wikipedia"]()
+    config.data.bos_every_window = True  # as the checkpoint was trained
     config.optimizer.learning_rate = 3e-4
     config.optimizer.final_learning_rate = 3e-5
     families["gemma4"](config)

@@ -39,6 +39,9 @@ def define_flags() -> None:
     flags.DEFINE_list("window", None, windows)
     kept = "with --window: first tokens that stay visible, a list; 0 by default"
     flags.DEFINE_list("sinks", None, kept)
+    begins = "whether <bos> takes the place of every window's first token; by default as in the "
+    begins += "run, and in an import as its tokenizer begins texts"
+    flags.DEFINE_boolean("bos_every_window", None, begins)
     split = "documents to read; by default validation, and all of a text that was not trained on"
     flags.DEFINE_enum("split", None, ["validation", "train", "all"], split)
 

@@ -19,6 +19,7 @@ from absl.flags import FLAGS
 from ml_collections import config_flags
 
 from prope import command
+from prope.inference import options
 
 
 def define_flags() -> None:
@@ -40,6 +41,7 @@ def define_flags() -> None:
         "for a checkpoint of Orbax, which has no config.json: the config file of its model, such "
         "as configs/gemma3_1b.py",
     )
+    options.define_dtype()
     flags.mark_flags_as_required(["input", "workdir"])
 
 
@@ -51,7 +53,7 @@ def main() -> dict:
 
     # Nothing is computed, and a host holds more than a device.
     jax.config.update("jax_platforms", "cpu")
-    return import_run(FLAGS.input, FLAGS.workdir, FLAGS.tokenizer, FLAGS.config)
+    return import_run(FLAGS.input, FLAGS.workdir, FLAGS.tokenizer, FLAGS.config, FLAGS.dtype)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from absl import flags
 from absl.flags import FLAGS
 
 from prope import command
+from prope.inference import options
 
 
 def define_flags() -> None:
@@ -21,6 +22,9 @@ def define_flags() -> None:
     flags.DEFINE_integer("step", None, "checkpoint to sample from; the newest by default")
     flags.DEFINE_multi_string("prompt", [], "text to continue")
     command.define_place("prompts", None, "file with one prompt per line; empty lines are skipped")
+    start = "token before a prompt: that of a document, <bos> or the family's separator, or none"
+    flags.DEFINE_enum("start", "document", ["document", "none"], start)
+    options.define_dtype()
     flags.DEFINE_integer(
         "length", 200, "largest number of tokens per prompt; a row ends earlier at <eos>"
     )
@@ -42,7 +46,9 @@ def main() -> dict:
 
     sampling = Sampling(FLAGS.length, FLAGS.temperature, FLAGS.top_k, FLAGS.top_p)
     texts = call_on_first(lambda: read_prompts(FLAGS.prompt, FLAGS.prompts))
-    return continue_prompts(FLAGS.workdir, FLAGS.step, texts, sampling, FLAGS.seed)
+    return continue_prompts(
+        FLAGS.workdir, FLAGS.step, texts, sampling, FLAGS.seed, FLAGS.start, FLAGS.dtype
+    )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ _OPTIONS = ("sequences", "seq_len", "dataset", "data_dir", "text", "layers", "he
 _OPTIONS += ("window", "tokens", "head_of", "channel", "all_heads", "paper")
 # Fields of analysis.json that the command prints.
 _PRINTED = ("source", "split", "sequences", "seq_len", "heads", "rank_correlation", "channels")
-_PRINTED += ("loss", "rope_percentage", "step", "workdir")
+_PRINTED += ("loss", "dtype", "rope_percentage", "step", "workdir")
 
 
 def analyse_all(workdir: epath.Path, options) -> dict:
@@ -85,7 +85,7 @@ def analyse(workdir: epath.Path, options, folder: epath.Path | None = None) -> d
     tokens = choose_tokens(options, np.array(names))
 
     def measure(run: Run) -> dict:
-        begins = "%s, step %d: %d sequences of %d tokens of %s"
+        begins = "%s, step %d: %d sequences of %d tokens of %s, in float32"
         log.info(begins, workdir, run.step, B, T, text["source"])
         walk = Walk(config, run, sequences)
         return _measure(walk, options, layers, heads, places, tokens)
@@ -144,6 +144,7 @@ def _describe_run(run: Run, T: int) -> dict:
         kind["layers"].append(layer)
     return {
         "step": run.step,
+        "dtype": "float32",
         "rope_percentage": config.rope_percentage,
         "rotated_pairs": rotated_pairs(config),
         "head_dim": config.head_dim,

@@ -29,12 +29,16 @@ _DTYPES = ("F32", "BF16", "F16", "F64")  # the last is rounded to float32
 
 
 def import_run(
-    source: str, workdir: str, tokenizer: str | None = None, config: ConfigDict | None = None
+    source: str,
+    workdir: str,
+    tokenizer: str | None = None,
+    config: ConfigDict | None = None,
+    dtype: str | None = None,
 ) -> dict:
     """Imports the checkpoint `source` as the run `workdir`; returns the command's result.
 
     `source` is a folder, a URL or a name on the Hub; `config` the run's, for one of Orbax, which
-    has none.
+    has none. The run is computed in `dtype`, by default config.json's.
 
     Raises UsageError where this decoder does not compute the checkpoint, it is not whole, or
     `workdir` exists.
@@ -60,7 +64,7 @@ def import_run(
         raise UsageError(f"--config: {problem}; remove the flag")
     with local_copy(source) as local:
         try:
-            return _import(source, local, path, tokenizer, config)
+            return _import(source, local, path, tokenizer, config, dtype)
         except UsageError as error:
             raise UsageError(str(error).replace(str(local), str(source))) from error
 
@@ -71,6 +75,7 @@ def _import(
     path: epath.Path,
     tokenizer: str | None,
     config: ConfigDict | None,
+    dtype: str | None,
 ) -> dict:
     """Imports the checkpoint in the folder `local`, which is `source` or a copy of it."""
     values = {}
@@ -86,10 +91,14 @@ def _import(
     else:
         validate(config)
         stored, expected = deepmind.open_arrays(local, config.model)
+    config.model.dtype = dtype or config.model.dtype
     vocab_size = config.model.vocab_size
     tokenizer_name, loaded_tokenizer = find_tokenizer(local, tokenizer, vocab_size, values)
     eos = loaded_tokenizer.special.eos
     config.data.stop_ids = read_stop_ids(local, values, vocab_size, eos)
+    # Trained with <bos> before every text, a model needs it where a document is cut, too: without
+    # it Gemma 3 270M loses 1.5 nats a token.
+    config.data.bos_every_window = loaded_tokenizer.special.bos is not None
     num_parameters = sum(math.prod(tensor.shape) for tensor in expected)
     with new_directory("workdir", path) as directory:
         check_disk(directory, 4 * num_parameters)
@@ -101,11 +110,12 @@ def _import(
         identity = {"config": config.to_dict(), "init_hash": init_hash}
         save_imported(directory, params, identity, {"imported_from": str(source)})
     log.info(
-        "%s parameters, computed in %s; %s; tokenizer %s",
+        "%s parameters, computed in %s; %s; tokenizer %s; windows begin with %s",
         f"{num_parameters:,}",
         config.model.dtype,
         describe(config.model),
         config.data.tokenizer,
+        "<bos>" if config.data.bos_every_window else "the text itself",
     )
     return {
         "workdir": str(path),
@@ -114,6 +124,8 @@ def _import(
         "rope_percentage": config.model.rope_percentage,
         "rotated_pairs": rotated_pairs(config.model),
         "tokenizer": config.data.tokenizer,
+        "dtype": config.model.dtype,
+        "bos_every_window": config.data.bos_every_window,
         "init_hash": init_hash,
     }
 

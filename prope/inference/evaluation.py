@@ -33,6 +33,7 @@ class LossOptions(Options):
     split: str | None = None
     window: list[str] | None = None
     sinks: list[str] | None = None
+    bos_every_window: bool | None = None
 
     def cuts(self, model: ConfigDict, T: int) -> list[tuple[int | None, int]]:
         """Returns windows of the layers that have none, each with sinks; first (None, 0), uncut."""
@@ -86,6 +87,8 @@ def _open_lengths(
     config = run.config.copy_and_resolve_references()
     config.eval.max_windows = options.max_windows
     override_dataset(config.data, options.dataset, options.data_dir)
+    if options.bos_every_window is not None:
+        config.data.bos_every_window = options.bos_every_window
     configs = configs_by_length(config, options, encoding)
     longest = max(configs)
     if options.max_tokens:

@@ -21,10 +21,11 @@ from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from prope import model, sharding
-from prope.data.tokenizer import GEMMA_IDS, Tokenizer, load_tokenizer
+from prope.data.tokenizer import GEMMA_IDS, Tokenizer, load_tokenizer, token_name
 from prope.errors import log, usage_error
 from prope.kernels.choice import matmul_precision
 from prope.runtime import processes
+from prope.runtime.environment import advise_dtype
 from prope.runtime.files import read_text
 from prope.stack.layers import Layer, by_stack, layers, stack_rows
 from prope.workdir.run import Run, open_run
@@ -310,16 +311,34 @@ def load_vocabulary(config: ConfigDict, workdir: str) -> Tokenizer:
 
 
 def continue_prompts(
-    workdir: str, step: int | None, texts: list[str], sampling: Sampling, seed: int
+    workdir: str,
+    step: int | None,
+    texts: list[str],
+    sampling: Sampling,
+    seed: int,
+    start: str = "document",
+    dtype: str | None = None,
 ) -> dict:
-    """Continues `texts` with a checkpoint of a run; returns the command's JSON object."""
+    """Continues `texts` with a checkpoint of a run; returns the command's JSON object.
+
+    Before a text stands what documents begin with, unless `start` is "none". The model is computed
+    in `dtype`, by default the run's.
+    """
     run = open_run(workdir, step)
-    config = run.config
+    config = run.config.copy_and_resolve_references()
+    config.model.dtype = dtype or config.model.dtype
     with processes.raise_on_all():
         tokenizer = load_vocabulary(config, workdir)
     special = tokenizer.special
-    prompts = [[special.start, *tokenizer.encode(text.encode()).tolist()] for text in texts]
-    unknown = sum(np.count_nonzero(special.is_unknown(np.array(ids[1:]))) for ids in prompts)
+    start_ids = [special.start] if start == "document" else []
+    prompts = [start_ids + tokenizer.encode(text.encode()).tolist() for text in texts]
+    if not all(prompts):
+        problem = "an empty prompt then has no token to continue"
+        raise usage_error("--start", start, problem, "give text, or --start=document")
+    first = token_name(tokenizer, special.start) if start_ids else None
+    log.info("before a prompt: %s; computed in %s", first or "nothing", config.model.dtype)
+    advise_dtype(config.model.dtype)
+    unknown = sum(np.count_nonzero(special.is_unknown(np.array(ids))) for ids in prompts)
     if unknown:
         log.warning("%d tokens of the prompts are <unk>: the tokenizer does not know them", unknown)
     longest = max(map(len, prompts)) + sampling.length
@@ -357,6 +376,8 @@ def continue_prompts(
         "compile_seconds": seconds["compile"],
         "step": run.step,
         "rope_percentage": config.model.rope_percentage,
+        "dtype": config.model.dtype,
+        "start": first,
         "workdir": workdir,
     }
 

@@ -178,6 +178,7 @@ class LossEvaluation:
             "fingerprint": self.selection.fingerprint,
             "seq_len": self.seq_len,
             "split": self.split,
+            "bos_every_window": self.config.data.bos_every_window,
             "windows": count,
             **summarize(sums),
             "by_position": summarize_positions(sums),

@@ -12,6 +12,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from prope import sharding
+from prope.config import flat
 from prope.encodings import (
     INTERVENTIONS,
     SCALINGS,
@@ -26,6 +27,7 @@ from prope.errors import log, usage_error
 from prope.inference.options import ENCODINGS, Options
 from prope.inference.paired import sums_folder
 from prope.runtime import processes
+from prope.runtime.environment import advise_dtype
 from prope.runtime.files import append_jsonl, as_path, check_writable, is_url
 from prope.runtime.validate import validate
 from prope.stack.layers import layer_windows
@@ -33,6 +35,7 @@ from prope.workdir.checkpoints import list_steps
 from prope.workdir.records import find_evaluation, read_jsonl
 from prope.workdir.run import Run, find_runs, open_run
 
+_CHANGED_BY_FLAGS = ("model.dtype", "data.bos_every_window")
 _BANDS = 8  # that --intervene tries where it names none
 
 
@@ -212,6 +215,7 @@ def configs_by_length(
     model.attention = "auto"  # for this machine, which need not be the one that trained
     model.global_attention = None
     is_scaled = model.rope_scaling_type != "none"
+    model.dtype = options.dtype or model.dtype
     rescale(config, encoding)
     validate(config)
     trained = config.data.seq_len
@@ -235,10 +239,10 @@ def configs_by_length(
     return configs
 
 
-def _cache_key(step: int, encoding: str | None, evaluation) -> dict:
+def _cache_key(run: Run, encoding: str | None, evaluation) -> dict:
     """Returns the fields that a record needs for this evaluation, to be used again."""
     key = {
-        "step": step,
+        "step": run.step,
         "dataset": evaluation.dataset,
         "seq_len": evaluation.seq_len,
         "fingerprint": evaluation.selection.fingerprint,
@@ -252,6 +256,10 @@ def _cache_key(step: int, encoding: str | None, evaluation) -> dict:
     if evaluation.config.model.test_window is not None:
         key["window"] = evaluation.config.model.test_window
         key["sinks"] = evaluation.config.model.test_sinks
+    ours, theirs = flat(evaluation.config), flat(run.config)
+    changed = {name: ours[name] for name in _CHANGED_BY_FLAGS if ours[name] != theirs[name]}
+    if changed:
+        key["changed"] = changed
     return key
 
 
@@ -285,9 +293,10 @@ def _records_of_run(
     params = None
     for encoding, evaluation in cases:
         model = evaluation.config.model
-        cache_key = _cache_key(run.step, encoding, evaluation)
+        cache_key = _cache_key(run, encoding, evaluation)
         record = cache_key | {
             "split": evaluation.split,
+            "dtype": model.dtype,
             "rope_percentage": model.rope_percentage,
             "rotated_pairs": rotated_pairs(model),
         }
@@ -304,7 +313,8 @@ def _records_of_run(
             log.info("%s is in %s", description, file)
             yield record | cached | run_identity
             continue
-        log.info("evaluating %s; %s", description, describe(model))
+        log.info("evaluating %s, in %s; %s", description, model.dtype, describe(model))
+        advise_dtype(model.dtype)
         if params is None:
             check_folder(folder, options.output)
             # Without --step, those of the newest undamaged checkpoint.

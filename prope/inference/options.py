@@ -23,6 +23,7 @@ class Options:
     encoding: str | None = None
     intervene: str | None = None
     factor: float | None = None
+    dtype: str | None = None
     again: bool = False
     output: str | None = None
 
@@ -58,10 +59,18 @@ def define_flags(file: str) -> None:
     factor = "of --encoding or --intervene=interpolate: how many times longer the text is than in "
     factor += "training; by default --seq_len over the training's, of dynamic 1"
     flags.DEFINE_float("factor", None, factor, lower_bound=1.0)
+    define_dtype()
     flags.DEFINE_boolean("again", False, f"recompute what {file} has")
     output = "folder for the results, where --workdir is not to be written"
     command.define_place("output", None, output)
     flags.mark_flags_as_required(["workdir"])
+
+
+def define_dtype() -> None:
+    """Defines --dtype."""
+    computed = "in which the model is computed; by default what the run's or the checkpoint's "
+    computed += "config.json has"
+    flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], computed)
 
 
 def from_flags(kind: type[Options]) -> Options:

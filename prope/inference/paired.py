@@ -118,6 +118,8 @@ def sums_folder(workdir: epath.PathLike, record: dict) -> epath.Path:
         folder /= f"{bands}-{record['factor']}"
     if record.get("window"):
         folder /= f"window-{record['window']}-{record['sinks']}"
+    for name, value in record.get("changed", {}).items():
+        folder /= f"{name}-{value}"
     return folder
 
 

@@ -2,11 +2,12 @@
 
 import locale
 import os
+import pathlib
 import re
 
 import jax
 
-from prope.errors import usage_error
+from prope.errors import log, usage_error
 
 # Settings of JAX, each an environment variable in upper case: the value that results stand for, and
 # what another one would do. Others are noted in the record of a start.
@@ -47,6 +48,16 @@ def check_environment(settings: dict | None = None) -> None:
     if encoding.lower().replace("-", "") != "utf8":
         remedy = "set PYTHONUTF8=1"
         raise usage_error("the locale's encoding", encoding, "texts are read as UTF-8", remedy)
+
+
+def advise_dtype(dtype: str) -> None:
+    """Logs that float32 is faster, where a bfloat16 model meets a CPU without bfloat16 units."""
+    if dtype != "bfloat16" or jax.default_backend() != "cpu":
+        return
+    about = pathlib.Path("/proc/cpuinfo")
+    flags = about.read_text() if about.exists() else "bf16"
+    if "bf16" not in flags:
+        log.info("this CPU has no units for bfloat16: --dtype=float32 is faster, and more exact")
 
 
 def recorded_variables() -> dict[str, str]:

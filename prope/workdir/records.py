@@ -37,10 +37,11 @@ def read_jsonl(path: epath.Path) -> list[dict]:
 def find_evaluations(records: Iterable[dict], **fields) -> list[dict]:
     """Selects the records with these values, such as step=700; a missing field counts as None.
 
-    Those with another encoding than the run's (`prope.evaluate --encoding`), or with a window that
-    the run does not have (`--window`), are left out, unless fields has one.
+    Those with another encoding than the run's (`prope.evaluate --encoding`), with a window that the
+    run does not have (`--window`), or with another dtype or start of windows (`changed`), are left
+    out, unless fields has one.
     """
-    fields = {"encoding": None, "window": None, "sinks": None} | fields
+    fields = {"encoding": None, "window": None, "sinks": None, "changed": None} | fields
 
     def has_values(record: dict) -> bool:
         return all(record.get(name) == value for name, value in fields.items())

@@ -36,6 +36,9 @@ def open_source(config: ConfigDict, workdir: epath.Path, init_from: str | None) 
     if refused:
         differing = "; ".join(f"{name}: {theirs[name]}, not {ours[name]}" for name in refused)
         raise usage_error("--init_from", init_from, f"is another model ({differing})")
+    if theirs["data.bos_every_window"] and not ours["data.bos_every_window"]:
+        problem = f"the model of {init_from} needs <bos> in every window, as it was trained"
+        raise usage_error("config.data.bos_every_window", False, problem, "set it to True")
     differing = [f"{name}: {theirs[name]} -> {ours[name]}" for name in changed]
     log.info("other than in %s: %s", init_from, "; ".join(differing) or "nothing")
     return run

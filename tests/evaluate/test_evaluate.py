@@ -39,8 +39,8 @@ def open_windows(workdir, T):
     return Windows(config.data, config.model.vocab_size, "validation")
 
 
-def token_by_token(workdir, T, chosen=None, step=None) -> Tokens:
-    """The plain softmax in float64, a window at a time."""
+def token_by_token(workdir, T, chosen=None, step=None, bos=False) -> Tokens:
+    """The plain softmax in float64, a window at a time; with `bos`, that is each's first token."""
     run = open_run(workdir, step)
     params = run.params()
     windows = open_windows(workdir, T)
@@ -50,7 +50,10 @@ def token_by_token(workdir, T, chosen=None, step=None) -> Tokens:
     for window in range(windows.count) if chosen is None else chosen:
         start = window * T
         tokens = stream[start : start + T + 1]
-        inputs = jnp.asarray(tokens[None, :-1])
+        inputs = tokens[None, :-1].copy()
+        if bos:
+            inputs[0, 0] = BOS
+        inputs = jnp.asarray(inputs)
         positions = jnp.arange(inputs.shape[1])[None]
         logits = np.asarray(forward(run.config.model, params, inputs, positions)[0], np.float64)
         for place, target in enumerate(tokens[1:]):
@@ -106,6 +109,7 @@ def test_the_record_names_the_checkpoint_that_was_read_where_the_newest_is_damag
 def test_sums_of_other_weights_or_encodings_have_folders_that_file_systems_take(tmp_path):
     many = "+".join(f"{pair}-{pair}@sliding" for pair in range(0, 128, 2))
     changes = [{}, {"step": 8}, {"encoding": "ntk"}, {"factor": 2.0}, {"encoding": f"stop:{many}"}]
+    changes += [{"changed": {"model.dtype": dtype}} for dtype in ("float32", "bfloat16")]
     record = {"step": 9, "encoding": "yarn", "factor": 4.0}
     folders = [paired.sums_folder(tmp_path, record | change) for change in changes]
     assert len(set(folders)) == len(folders)
@@ -345,11 +349,29 @@ def test_an_encoding_is_rescaled_for_the_evaluation_alone(runs, base, encoding, 
     assert record["loss"] == expected["loss"] != plain["loss"]
 
 
-def test_documents_are_the_same_when_every_window_begins_with_bos(runs, base):
-    (plain,) = evaluate_run(runs / "rope")
-    edit_run(runs / "rope", base, **{"data.bos_every_window": True})
-    (record,) = evaluate_run(runs / "rope", step="7")  # the weights of step 9 before
-    for name in ("documents", "tokens"):
-        assert record[name] == plain[name]
-    assert record["documents"] < record["windows"]
-    assert record["loss"] != plain["loss"]
+def test_every_window_begins_with_bos_where_the_run_or_a_flag_says_so(runs, base):
+    run = runs / "rope"
+    (plain,) = evaluate_run(run)
+    (begun,) = evaluate_run(run, bos_every_window=True)
+    expected = token_by_token(run, T, bos=True).loss.mean()
+    assert begun["loss"] == pytest.approx(expected, rel=1e-6) != plain["loss"]
+    for name in ("documents", "tokens", "fingerprint"):
+        assert begun[name] == plain[name]
+    assert begun["documents"] < begun["windows"]
+    assert evaluate_run(run) == [plain], "an evaluation by a flag does not stand for the run's own"
+    edit_run(run, base, **{"data.bos_every_window": True})
+    (record,) = evaluate_run(run, step="7")  # the weights of step 9 before
+    assert record["loss"] == begun["loss"]
+    (without,) = evaluate_run(run, step="7", bos_every_window=False)
+    assert without["loss"] == plain["loss"]
+
+
+def test_the_dtype_of_a_flag_is_that_of_a_run_computed_in_it(runs, base):
+    run = runs / "rope"
+    (plain,) = evaluate_run(run)
+    (rounded,) = evaluate_run(run, dtype="bfloat16")
+    assert (plain["dtype"], rounded["dtype"]) == ("float32", "bfloat16")
+    assert evaluate_run(run) == [plain]
+    edit_run(run, base, **{"model.dtype": "bfloat16"})
+    (record,) = evaluate_run(run, step="7")  # the weights of step 9 before
+    assert record["loss"] == rounded["loss"] != plain["loss"]

@@ -28,6 +28,7 @@ from support.runs import make_run
 
 from prope import model
 from prope.data.tokenizer import GEMMA_IDS
+from prope.errors import UsageError
 from prope.inference import generation
 from prope.inference.generation import Sampling, empty_cache
 
@@ -383,3 +384,27 @@ def test_a_text_ends_before_its_eos(run, monkeypatch):
     result = generation.continue_prompts(str(run), None, ["a", "abcd"], Sampling(4), 0)
     jax.clear_caches()
     assert result["texts"] == ["k", ""]
+
+
+def test_a_prompt_begins_as_a_document_does_or_with_its_own_first_token(run, caplog):
+    """And the command says so; without a token there is nothing to continue."""
+    caplog.set_level("INFO", logger="prope")
+    greedy = Sampling(8, temperature=0.0)
+    document = generation.continue_prompts(str(run), None, ["ab"], greedy, 0)
+    assert "before a prompt: <bos>; computed in float32" in caplog.text
+    assert (document["start"], document["dtype"]) == ("<bos>", "float32")
+    alone = generation.continue_prompts(str(run), None, ["ab"], greedy, 0, start="none")
+    assert alone["start"] is None
+    opened = generation.open_run(str(run), None)
+    params = opened.params()
+    for result, ids in ((document, [GEMMA_IDS.bos]), (alone, [])):
+        row = [*ids, *(4 + np.frombuffer(b"ab", np.uint8)).tolist()]
+        for _ in range(8):
+            positions = jnp.arange(len(row))[None]
+            logits = forward(opened.config.model, params, jnp.array([row]), positions)
+            row.append(int(logits[0, -1].argmax()))
+        continued = bytes(token - 4 for token in row[len(ids) + 2 :] if token >= 4)
+        assert result["text"] == continued.decode(errors="replace")
+    assert document["text"] != alone["text"]
+    with pytest.raises(UsageError, match="--start=none"):
+        generation.continue_prompts(str(run), None, ["ab", ""], greedy, 0, start="none")

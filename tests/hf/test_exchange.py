@@ -21,12 +21,14 @@ from prope import model
 from prope.config import default_config
 from prope.cost.flops import num_parameters
 from prope.encodings import rotated_pairs
+from prope.errors import UsageError
 from prope.hf import exporter, importer, layout
 from prope.hf import tensors as tensor_files
 from prope.hf.families import FAMILIES
 from prope.hf.layout import EMBEDDING, HEAD, INDEX, WEIGHTS, list_tensors
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.run import open_run
+from prope.workdir.source import open_source
 
 
 def import_back(tmp_path, directory):
@@ -299,6 +301,47 @@ def test_shards_that_are_not_whole(tmp_path, exported):
 def test_an_end_that_is_no_id(tmp_path, exported, ids):
     (exported / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     refused(tmp_path, "eos_token_id=", "vocab_size=300")
+
+
+@pytest.mark.parametrize(
+    ("before_a_text", "add_bos_token", "expected"),
+    [(True, None, True), (False, None, False), (False, True, True), (True, False, False)],
+    ids=["Llama 3", "SmolLM2 and Qwen", "Mistral", "told not to"],
+)
+def test_windows_begin_as_the_tokenizer_begins_texts(
+    tmp_path, exported, before_a_text, add_bos_token, expected
+):
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+
+    vocabulary = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens([AddedToken("<|end|>"), AddedToken("<|begin|>")])
+    if before_a_text:
+        begin = ("<|begin|>", tokenizer.token_to_id("<|begin|>"))
+        single = "<|begin|> $A"
+        tokenizer.post_processor = processors.TemplateProcessing(single, special_tokens=[begin])
+    (exported / "tokenizer.json").write_text(tokenizer.to_str())
+    values = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "add_bos_token": add_bos_token}
+    (exported / "tokenizer_config.json").write_text(json.dumps(values))
+    edit(exported, bos_token_id=None, eos_token_id=None)
+    result, run = import_back(tmp_path, exported)
+    assert run.config.data.bos_every_window is result["bos_every_window"] is expected
+
+
+@pytest.mark.parametrize("model_type", ["gemma", "gemma2"])
+def test_every_window_of_a_gemma_begins_with_bos(tmp_path, model_type):
+    """Where documents are cut, too; training from it holds that, or says what is missing."""
+    fields = {"post_norms": True, "attention_softcap": 50.0} if model_type == "gemma2" else {}
+    make_run(tmp_path / "run", 1.0, **fields)
+    exporter.export(tmp_path / "run", tmp_path / "hf")
+    _, run = import_back(tmp_path, tmp_path / "hf")
+    assert run.config.data.bos_every_window
+    config = run.config.copy_and_resolve_references()
+    assert open_source(config, tmp_path / "new", str(tmp_path / "back")).step == 0
+    config.data.bos_every_window = False
+    with pytest.raises(UsageError, match="config.data.bos_every_window=False: .*set it to True"):
+        open_source(config, tmp_path / "new", str(tmp_path / "back"))
 
 
 def test_tokenizers_of_an_import(tmp_path, exported, sentencepiece_model):

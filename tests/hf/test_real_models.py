@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from ml_collections import FrozenConfigDict
 from support import real_models
+from support.runs import evaluate_run
 
 from prope import model
 from prope.data.tokenizer import load_tokenizer
@@ -110,6 +111,29 @@ def test_the_loss_of_english_is_theirs(real, ids):
     expected = their_loss(real.theirs, tokens)
     assert 1 < expected < 4, "a model that knows English"
     assert our_loss(real, tokens) == pytest.approx(expected, abs=1e-4)
+
+
+def test_windows_amid_a_document_are_evaluated_as_the_family_begins_texts(real, tmp_path):
+    """The record of evaluate beside transformers, to which <bos> is given in front."""
+    text = real_models.text()
+    (tmp_path / "text.txt").write_text(text)
+    flags = {"dataset": "files", "data_dir": str(tmp_path), "split": "all", "dtype": "float32"}
+    flags |= {"output": str(tmp_path / "out"), "max_windows": WINDOWS, "seq_len": str(LENGTH)}
+    (record,) = evaluate_run(real.workdir, **flags)
+    special = load_tokenizer(real.run.config.data.tokenizer).special
+    ids = real.tokenizer(text, add_special_tokens=False).input_ids
+    stream = np.array([special.start, *ids, special.eos][: None if special.bos else -1])
+    count = -(-(len(stream) - 1) // LENGTH)
+    starts = [i * count // WINDOWS * LENGTH for i in range(WINDOWS)]
+    tokens = np.stack([stream[start : start + LENGTH + 1] for start in starts])
+    start = real.tokenizer("").input_ids
+    tokens[:, : len(start)] = start
+    expected = their_loss(real.theirs, tokens)
+    assert record["tokens"] == WINDOWS * LENGTH and record["documents"] == 1
+    assert record["loss"] == pytest.approx(expected, abs=1e-4)
+    if start:
+        (without,) = evaluate_run(real.workdir, **flags, bos_every_window=False)
+        assert without["loss"] > expected + 0.5, "what a Gemma loses without it"
 
 
 def test_the_loss_in_bfloat16_is_theirs(real, ids):
