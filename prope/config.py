@@ -737,7 +737,12 @@ def _identity(config: ConfigDict) -> dict:
         {key: value for key, value in source.items() if f"data.{key}" not in MAY_CHANGE}
         for source in fields["data.mixture"]
     ]
-    return {name: value for name, value in fields.items() if not name.startswith(MAY_CHANGE)}
+    return {name: value for name, value in fields.items() if not names_field(MAY_CHANGE, name)}
+
+
+def names_field(names: Iterable[str], field: str) -> bool:
+    """Tells whether a field is one of `names`, or in a group that is, such as "mesh."."""
+    return field in names or f"{field.partition('.')[0]}." in names
 
 
 def is_generated(dataset: str) -> bool:

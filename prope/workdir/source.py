@@ -5,7 +5,7 @@ import functools
 from etils import epath
 from ml_collections import ConfigDict
 
-from prope.config import MAY_CHANGE, flat
+from prope.config import MAY_CHANGE, flat, names_field
 from prope.encodings import FIELDS
 from prope.errors import log, usage_error
 from prope.runtime.files import absolute, read_bytes, retry_reads, write_atomic
@@ -32,7 +32,7 @@ def open_source(config: ConfigDict, workdir: epath.Path, init_from: str | None) 
     compared = [name for name in ours if name.startswith(("model.", "data."))]
     changed = [name for name in compared if ours[name] != theirs[name]]
     may_change = (*MAY_CHANGE, "data.", *(f"model.{field}" for field in FIELDS))
-    refused = [name for name in changed if not name.startswith(may_change)]
+    refused = [name for name in changed if not names_field(may_change, name)]
     if refused:
         differing = "; ".join(f"{name}: {theirs[name]}, not {ours[name]}" for name in refused)
         raise usage_error("--init_from", init_from, f"is another model ({differing})")

@@ -10,9 +10,11 @@ import jax
 import numpy as np
 import pytest
 from support.commands import ROOT
+from support.models import ALL_SWITCHES
 
 from prope.config import (
     EMBEDDED,
+    REMAT,
     default_config,
     differences,
     flat,
@@ -20,10 +22,15 @@ from prope.config import (
     set_layer_percentages,
     sized,
 )
+from prope.config import FIELDS as ALL_FIELDS
 from prope.cost.flops import num_parameters
-from prope.encodings import FIELDS, layer_frequencies, rotated_pairs
+from prope.data.tasks.tasks import TASKS
+from prope.encodings import FIELDS, LOGIT_SCALES, SCALINGS, TYPES, layer_frequencies, rotated_pairs
+from prope.hf.families import FAMILIES
 from prope.optimizer import make_optimizer
+from prope.runtime.interrupts import Request
 from prope.runtime.validate import validate
+from prope.runtime.xla_flags import PLATFORMS
 from prope.stack import parameters
 from prope.step import init_state, resolve_attention
 
@@ -327,15 +334,59 @@ def test_attention_that_masks_documents_is_chosen_for_the_device(platform, expec
     assert config.model.attention == "auto"
 
 
-def test_what_makes_another_run():
-    config = default_config()
+# Fields with which a run is resumed that was begun with others: how it is executed.
+MAY_CHANGE = {
+    *("accumulation", "on_nonfinite", "log_every", "eval_every", "checkpoint_every"),
+    *("watchdog_minutes", "profile"),
+    *(f"model.{name}" for name in ("attention", "global_attention", "remat", "scan_layers")),
+    *(f"data.{name}" for name in ("data_dir", "cache_dir", "store", "num_workers", "stop_ids")),
+    *(f"checkpoint.{name}" for name in ("max_to_keep", "keep_every", "every_minutes")),
+    *("eval.batch_size", "eval.max_windows"),
+    *(f"mesh.{name}" for name in ("data", "context", "tensor", "gather")),
+}
+
+
+@pytest.mark.parametrize("name", ALL_FIELDS)
+def test_what_makes_another_run(name):
+    """Every field but these; of each another value than the default."""
+    default = ALL_FIELDS[name].default
+    kind = default if isinstance(default, type) else type(default)
+    others = {bool: not default, str: "another", tuple: (7,)}
     other = default_config()
-    other.log_every = 7
-    other.data.data_dir = "elsewhere"
-    other.model.remat = "full"
-    other.mesh.data = 2
-    assert differences(config, other) == []
-    other.model.rope_percentage = 0.5
-    other.seed = 3
-    lines = differences(config, other)
-    assert {line.partition(":")[0] for line in lines} == {"model.rope_percentage", "seed"}
+    value = others[kind] if kind in others else kind(7)
+    if name == "data.mixture":
+        value = ({"weight": 1.0},)
+    other.update_from_flattened_dict({name: value})
+    lines = differences(default_config(), other)
+    assert [line.partition(":")[0] for line in lines] == [name] * (name not in MAY_CHANGE)
+
+
+# What other tests go through, member by member.
+TABLES = [
+    (TYPES, "proportional partial reversed cutoff hard_clip cope rope_id"),
+    (SCALINGS, "none linear ntk dynamic yarn llama3 stop remove interpolate"),
+    (LOGIT_SCALES, "none yarn drope"),
+    (
+        FAMILIES,
+        "gemma gemma2 gemma3_text gemma4_text gemma4_unified_text "
+        "llama mistral qwen2 qwen3 smollm3",
+    ),
+    (TASKS, "passkey niah lookup chain offset index flipflop duplicate"),
+    (EMBEDDED, "python_docs python_source"),
+    (REMAT, "none minimal save_qkv full"),
+    (PLATFORMS, "v5e v5p v6e gpu cpu"),
+    (Request.__members__, "NONE SAVE STOP INTERRUPT"),
+]
+
+
+def test_tables_have_the_members_that_tests_go_through():
+    for table, names in TABLES:
+        assert sorted(table) == sorted(names.split())
+
+
+def test_the_switches_of_the_model_are_those_that_tests_set():
+    """Beside its sizes and its encoding, and how it is executed."""
+    sizes = {"vocab_size", *SIZES}
+    execution = {"dtype", "attention", "global_attention", "scan_layers", "remat"}
+    others = {"test_window", "test_sinks", *sizes, *execution, *FIELDS}
+    assert set(default_config().model) - others == ALL_SWITCHES.keys() - others

@@ -91,6 +91,7 @@ PLACES = [
     ("prope.report", ("workdir", "sweep", "output")),
     ("prope.export_hf", ("workdir", "output")),
     ("prope.import_hf", ("input", "workdir", "tokenizer")),
+    ("prope.bench", ("workdir",)),
     ("prope.check_port", ("values",)),
     ("prope.data.inspect", ("plot",)),
     ("prope.data.train_tokenizer", ("output",)),
@@ -135,6 +136,15 @@ def test_no_place_to_write_to_is_a_pattern(character, tmp_path, monkeypatch, run
         outcome = run_command("prope.train", CONFIG, f"--workdir={odd}/run")
         assert outcome.code == 2 and f"--workdir={odd}/run: " in outcome.error
     assert not list(odd.iterdir())
+
+
+def test_every_command_that_takes_a_place_is_above():
+    modules = {"prope.ask"}  # whose places are those of prope.inference.options
+    for top in ("prope", "launch"):
+        for file in (ROOT / top).rglob("*.py"):
+            if "command.define_place(" in file.read_text():
+                modules.add(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    assert modules == {"prope.inference.options", *dict(PLACES)}
 
 
 @pytest.mark.parametrize(("module", "names"), PLACES)

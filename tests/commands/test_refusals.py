@@ -46,7 +46,6 @@ COMMANDS = [
     ("evaluate", ["--workdir=hf://a/b"], "--workdir=hf://a/b: must be"),
     ("sample", ["--workdir=W", "--top_k=few"], "--top_k=few"),
     ("bench", ["--rope", "--rope_percentage=nan"], "--rope_percentage=nan"),
-    ("report", [], "--workdir"),
 ]
 
 
@@ -131,6 +130,9 @@ FIELDS = [
     {"model.remat": "some"},
     {"mesh.tensor": 0},
     {"mesh.data": 0},
+    {"mesh.context": 0},
+    {"mesh.context": 2, "data.seq_len": 768},
+    {"mesh.context": 3, "data.seq_len": 1024},
     {"model.num_heads": 6, "mesh.tensor": 4},
     {"model.hidden_dim": 1023, "mesh.tensor": 2},
     {"model.num_kv_heads": 2, "mesh.tensor": 4},
@@ -200,6 +202,10 @@ def test_the_ends_of_ranges_are_values(fields):
         (8, 1, {"mesh.data": 3}, "mesh.data=3"),
         (6, 1, {"mesh.tensor": 4}, "mesh.tensor=4"),
         (8, 1, {"mesh.data": 8, "mesh.tensor": 2}, "mesh.data=8"),
+        (8, 1, {"mesh.context": 3}, "mesh.context=3"),
+        (8, 1, {"mesh.context": 8, "mesh.tensor": 2}, "mesh.context=8"),
+        (8, 1, {"mesh.context": 2, "mesh.tensor": 2, "mesh.data": 4}, "mesh.data=4"),
+        (8, 1, {"mesh.context": 4, "batch_size": 3}, "batch_size=3"),
         (8, 2, {"mesh.data": 4}, None),
         (8, 2, {"mesh.data": 1}, "mesh.data=1"),
     ],

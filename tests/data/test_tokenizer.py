@@ -497,7 +497,7 @@ def test_no_id_is_sampled_that_the_tokenizer_lacks(temperature, top_k, top_p):
 
 
 @pytest.mark.parametrize(
-    ("make", "special"), [(qwen, FAMILIES["qwen"][1]), (mistral, FAMILIES["mistral"][1])]
+    ("make", "special"), [(make, special) for make, special, _ in FAMILIES.values()]
 )
 def test_a_text_begins_and_ends_as_the_tokenizer_has_it(tmp_path, monkeypatch, make, special):
     folder = write(make, tmp_path)
@@ -514,14 +514,18 @@ def test_a_text_begins_and_ends_as_the_tokenizer_has_it(tmp_path, monkeypatch, m
         assert sampling.eos == special.eos and set(sampling.stop_ids) == ends
         assert sampling.pad == special.pad
         assert sampling.vocab_size == reference(folder).get_vocab_size()
-        seconds = dict.fromkeys(("prefill", "decode", "compile"), 1.0)
+        seconds = {"prefill": 2.0, "decode": 3.0, "compile": 7.0}
         return np.array([[*continuation, 0, special.pad]]), seconds
 
     monkeypatch.setattr(generation, "generate", generate)
     run = str(tmp_path / "run")
     result = generation.continue_prompts(run, None, ["a"], Sampling(6), 0)
     assert result["texts"] == [" b"]
-    assert result["tokens"] == len(continuation)
+    count = len(continuation)
+    assert result["tokens"] == count
+    rates = [result[f"{name}tokens_per_second"] for name in ("", "prefill_", "decode_")]
+    assert rates == [count / 5, (1 + len(prompt)) / 2, (count - 1) / 3]
+    assert result["compile_seconds"] == 7
 
 
 @pytest.fixture

@@ -29,6 +29,12 @@ def test_the_rows_of_a_batch_are_shown(config, capsys):
     assert (result["step"], result["rows"], result["seq_len"]) == (12, 3, 64)
     windows = Windows(config.data, 260, "train")
     batch = train_batch(windows, config.seed, config.batch_size, 12, range(3))
+    assert (result["windows"], result["steps_per_epoch"]) == (
+        windows.count,
+        round(windows.count / config.batch_size, 2),
+    )
+    assert result["documents_in_rows"] == sum(len({*row} - {0}) for row in batch["segment_ids"])
+    assert result["weight_share"] == pytest.approx(batch["weights"].mean(), abs=1e-4)
     numbers = re.findall(rf"row \d of {config.batch_size}: window ([\d,]+) of", text)
     numbers = [int(number.replace(",", "")) for number in numbers]
     np.testing.assert_array_equal(windows.read(numbers)["tokens"], batch["tokens"])
@@ -91,6 +97,7 @@ def test_a_mixture_is_shown_source_by_source(config, tmp_path, capsys):
     # <bos>, the name, a space and two digits, the words, "? yes", <eos>
     long = (f"files {tmp_path}/long", 0.75, 1 + 7 + 300 + 5 + 1)
     assert shown == [long, (f"files {tmp_path}/short", 0.25, 1 + 8 + 20 + 5 + 1)]
+    assert [source["longer_than_window"] for source in result["sources"]] == [1, 0]
     assert result["weight_share"] < 0.3
     assert text.count("=== step 2, row ") == 4
     assert "    prompt, no loss | " in text

@@ -40,8 +40,12 @@ def open_windows(workdir, T):
 
 
 def token_by_token(workdir, T, chosen=None, step=None, bos=False) -> Tokens:
-    """The plain softmax in float64, a window at a time; with `bos`, that is each's first token."""
+    """The plain softmax in float64, a window at a time, of masked documents too.
+
+    With `bos`, that is the first token of every window.
+    """
     run = open_run(workdir, step)
+    is_masked = run.config.data.mask_documents
     params = run.params()
     windows = open_windows(workdir, T)
     stream = windows.store.tokens("validation").read().result().astype(np.int32)
@@ -51,11 +55,14 @@ def token_by_token(workdir, T, chosen=None, step=None, bos=False) -> Tokens:
         start = window * T
         tokens = stream[start : start + T + 1]
         inputs = tokens[None, :-1].copy()
+        begins = (inputs == BOS) & is_masked
         if bos:
             inputs[0, 0] = BOS
-        inputs = jnp.asarray(inputs)
-        positions = jnp.arange(inputs.shape[1])[None]
-        logits = np.asarray(forward(run.config.model, params, inputs, positions)[0], np.float64)
+        places = np.arange(inputs.shape[1])[None]
+        positions = places - np.maximum.accumulate(places * begins, axis=1)
+        segments = np.cumsum(begins, axis=1) if is_masked else None
+        (logits,) = forward(run.config.model, params, jnp.asarray(inputs), positions, segments)
+        logits = np.asarray(logits, np.float64)
         for place, target in enumerate(tokens[1:]):
             if target != BOS:
                 loss = np.logaddexp.reduce(logits[place]) - logits[place, target]
@@ -72,8 +79,6 @@ def jackknife(values: np.ndarray, document: np.ndarray) -> float:
 
 
 # --- The numbers ------------------------------------------------------------------------------
-
-CONTRACT = "step rope_percentage rotated_pairs dataset seq_len tokens loss perplexity bits_per_byte"
 
 
 @pytest.mark.slow
@@ -109,7 +114,9 @@ def test_the_record_names_the_checkpoint_that_was_read_where_the_newest_is_damag
 def test_sums_of_other_weights_or_encodings_have_folders_that_file_systems_take(tmp_path):
     many = "+".join(f"{pair}-{pair}@sliding" for pair in range(0, 128, 2))
     changes = [{}, {"step": 8}, {"encoding": "ntk"}, {"factor": 2.0}, {"encoding": f"stop:{many}"}]
+    changes += [{"window": 8, "sinks": 0}, {"window": 8, "sinks": 4}]
     changes += [{"changed": {"model.dtype": dtype}} for dtype in ("float32", "bfloat16")]
+    changes += [{"encoding": None} | changes[-3]]
     record = {"step": 9, "encoding": "yarn", "factor": 4.0}
     folders = [paired.sums_folder(tmp_path, record | change) for change in changes]
     assert len(set(folders)) == len(folders)
@@ -117,10 +124,16 @@ def test_sums_of_other_weights_or_encodings_have_folders_that_file_systems_take(
         folder.mkdir(parents=True)
 
 
-def test_a_record_is_the_sum_over_its_tokens(runs):
+MASKED = {"data.mask_documents": True, "model.final_softcap": 1.0, "model.rope_percentage": 0.5}
+
+
+@pytest.mark.parametrize(("fields", "pairs"), [({}, 32), (MASKED, 16)], ids=["plain", "masked"])
+def test_a_record_is_the_sum_over_its_tokens(runs, base, fields, pairs):
+    edit_run(runs / "rope", base, **fields)
     (record,) = evaluate_run(runs / "rope", batch_size=7)
     expected = token_by_token(runs / "rope", T)
-    assert record.keys() >= set(CONTRACT.split())
+    about = ("step", "rope_percentage", "rotated_pairs", "dataset", "seq_len")
+    assert [record[name] for name in about] == [9, pairs / 32, pairs, "files", T]
     assert record["tokens"] == len(expected.loss)
     assert record["loss"] == pytest.approx(expected.loss.mean(), rel=1e-6)
     buckets = record["by_position"]
@@ -221,11 +234,13 @@ def test_two_runs_on_the_same_windows_are_compared_document_by_document(runs):
 def test_damaged_sums_are_answered_with_the_command_that_makes_them(tmp_path):
     record = {"step": 7, "split": "validation", "fingerprint": "f", "seq_len": 8, "windows": 2}
     append_jsonl(tmp_path / "eval.jsonl", record)
-    ones = np.ones((2, 1))
-    sums = paired.Sums(ones, ones, np.array([0, 8]), np.zeros(2, int), [1.0])
+    tokens = np.array([[1, 1], [1, 0]])
+    sums = paired.Sums(tokens, tokens, np.array([0, 4, 8]), np.zeros(2, int), [1.0])
     folder = epath.Path(tmp_path / "eval" / "7")
     paired.write_sums(folder, record, sums)
     assert paired.paired_difference(tmp_path, tmp_path).samples == 2
+    late = paired.paired_difference(tmp_path, tmp_path, positions=(4, 8))
+    assert late.samples == 1, "of two documents one reaches there"
     file = folder / "f-8-2.npz"
     whole = file.read_bytes()
     for damaged in (b"", b"text", whole[:-99], whole[:60] + bytes(40) + whole[100:], None):

@@ -3,11 +3,12 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from support.runs import evaluate_run, make_run
+from support.runs import evaluate_run, make_run, save_checkpoints
 from support.text import refusal, write_lines
 
 from prope.config import default_config
@@ -16,11 +17,12 @@ from prope.data.store.arrays import Store
 from prope.data.store.pack import is_validation
 from prope.data.tasks import windows as generated_windows
 from prope.data.tokenizer import GEMMA_IDS
+from prope.inference.losses import select
 from prope.inference.options import last_line
 from prope.inference.paired import paired_difference
 from prope.runtime import memory
 from prope.workdir.checkpoints import Checkpoints, save_imported
-from prope.workdir.run import read_config, write_config
+from prope.workdir.run import open_run, read_config, write_config
 
 T = 32  # length in training
 
@@ -139,6 +141,23 @@ def test_a_single_document_can_be_evaluated(run, tmp_path):
 # --- Lengths ----------------------------------------------------------------------------------
 
 
+def test_the_same_stretches_are_selected_at_every_length():
+    """Of 5000 tokens, evenly spread; another number of them has another fingerprint."""
+
+    def select_tokens(seq_len, max_tokens):
+        source = SimpleNamespace(count=-(-4999 // seq_len))
+        text = {"split": "validation", "store": SimpleNamespace(fingerprint="of the store")}
+        windows = SimpleNamespace(seq_len=seq_len, sources=[source], weights=[1.0], **text)
+        indices, fingerprint = select(windows, None, max_tokens, longest=128)
+        return [i * seq_len + j for i in indices for j in range(seq_len)], fingerprint
+
+    starts = [40 * stretch // 10 * 128 for stretch in range(10)]
+    expected = [start + j for start in starts for j in range(128)]
+    selected = [select_tokens(seq_len, 1280) for seq_len in (32, 64, 128)]
+    assert [tokens for tokens, _ in selected] == [expected] * 3
+    assert len({fingerprint for _, fingerprint in selected} | {select_tokens(32, 1408)[1]}) == 2
+
+
 @pytest.mark.slow
 def test_every_length_reads_the_same_tokens(run):
     tokens = 10 * 4 * T
@@ -243,8 +262,12 @@ def test_a_mixture_weighs_its_sources_as_training_does(mixed, base):
     by_size = tokens @ losses / tokens.sum()
     assert abs(by_size - record["loss"]) > 0.01 * abs(losses[0] - losses[1]), "not by size"
     assert record["tokens"] == tokens.sum()
-    difference = paired_difference(mixed, mixed)
-    assert (difference.difference, difference.stderr) == (0.0, 0.0)
+    other = shutil.copytree(mixed, mixed.parent / "other")
+    halved = jax.tree.map(lambda leaf: leaf / 2, open_run(mixed).params())
+    save_checkpoints(other, read_config(other), {8: halved})
+    (second,) = evaluate_run(other)
+    difference = paired_difference(mixed, other).difference
+    assert difference == pytest.approx(record["loss"] - second["loss"], rel=1e-4)
 
 
 def test_some_windows_of_a_mixture_are_of_its_sources_by_weight(mixed):
@@ -330,7 +353,7 @@ def test_an_evaluation_without_a_predicted_token_has_no_numbers(base, tmp_path):
     save(run, base, data_dir=str(tmp_path / "text"), **prompts)
     # The first window of 32 tokens ends within the prompt.
     (record,) = evaluate_run(run, max_windows=1)
-    assert record["tokens"] == 0
+    assert record["tokens"] == record["documents"] == 0
     for name in ("loss", "loss_stderr", "perplexity", "bits_per_byte", "unigram_bits_per_byte"):
         assert record[name] is None
     short = last_line([record, record], ("workdir", "loss", "bits_per_byte"))["evaluations"]

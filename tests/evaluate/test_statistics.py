@@ -20,6 +20,7 @@ def test_a_difference_is_the_paired_t_test():
     (low, high) = expected.confidence_interval(1 - 0.05 / 7)
     assert difference._replace(comparisons=7).interval() == pytest.approx((low, high))
     assert average_seeds([0.1]).interval() is None
+    assert [average_seeds([mean] * 3).p_value for mean in (0.0, 0.1)] == [1, 0]
 
 
 def test_holm_is_the_closed_test_of_bonferroni():
@@ -49,6 +50,14 @@ def test_where_seeds_agree_documents_vary_as_the_jackknife_finds():
         assert exact.stderr == pytest.approx(stderr)
         assert 30 < exact.degrees < 49
         both = statistics.over_documents(Difference(mean, stderr, 31), *arguments)
+        # Documents without tokens do not count.
+        more = [np.pad(loss, (0, 9)), np.pad(tokens, (0, 9)), labels, shares]
+        if labels is not None:
+            more[2] = np.pad(labels, (0, 9), constant_values=1)
+        assert statistics.mean_and_stderr(*more) == pytest.approx((mean, stderr))
+        more[0] = np.stack([more[0]] * 31)
+        padded = statistics.over_documents(Difference(mean, stderr, 31), *more)
+        assert padded == pytest.approx(both)
         assert both.stderr == pytest.approx(stderr * 2**0.5)
         assert both.degrees == pytest.approx(4 / (1 / 30 + 1 / exact.degrees))
     one = Difference(0.2, 0.01, 3)

@@ -7,6 +7,7 @@ from support.models import ALL_SWITCHES, E4, draw_model, small
 from support.runs import edit_run, evaluate_run
 
 from prope import model
+from prope.inference import generation
 from prope.inference.generation import fill_cache, split_layers
 
 
@@ -29,13 +30,14 @@ def test_a_window_is_that_of_a_model_which_has_it(runs, base):
     assert "window" not in unchanged
 
 
-def test_sinks_are_records_of_their_own(runs):
-    records = evaluate_run(runs / "rope", window=["8"], sinks=["0", "4", "60"])
+def test_sinks_are_records_of_their_own_beside_another_encoding_too(runs):
+    _, plain = evaluate_run(runs / "rope", window=["8"])
+    flags = {"encoding": "linear", "factor": 2.0}
+    records = evaluate_run(runs / "rope", window=["8"], sinks=["0", "4", "60"], **flags)
     assert [record.get("sinks") for record in records] == [None, 0, 4]
     losses = {record["loss"] for record in records}
-    assert len(losses) == 3
-    sums = runs / "rope/eval/9"
-    folders = {path.parent.name for path in sums.glob("*/*.npz")}
+    assert len(losses | {plain["loss"]}) == 4
+    folders = {path.parent.name for path in (runs / "rope/eval/9/linear-2.0").glob("*/*.npz")}
     assert folders == {"window-8-0", "window-8-4"}
 
 
@@ -51,10 +53,11 @@ REMOVED = {"rope_scaling_type": "remove", "scaled_pairs": ("0-5@full", "2-3@slid
         pytest.param(E4, REMOVED, marks=pytest.mark.slow),  # whose last layers share keys
     ],
 )
-def test_a_cache_has_what_is_changed(fields, changed):
-    """Read in chunks and whole: two programs, with windows far smaller than the text."""
+def test_a_cache_has_what_is_changed(monkeypatch, fields, changed):
+    """Read in three chunks and whole: two programs, with windows far smaller than the text."""
+    monkeypatch.setattr(generation, "_CHUNK", 50)
     config = small(**fields)
-    params, tokens, positions = draw_model(config, T=300)
+    params, tokens, positions = draw_model(config, T=150)
 
     def whole(params):
         return model.hidden_states(config, params, tokens, positions)[:, -1:]

@@ -1,7 +1,6 @@
-"""DeepMind's gemma beside prope: rotations of 3.3.0 and 4.0.1, and checkpoints of Gemma 1 to 4.
+"""DeepMind's gemma beside prope: the rotation of 4.0.1, and checkpoints of Gemma 1 to 4.
 
-`pip install --no-deps gemma==3.3.0` brings the first (the package's dependencies are large, and the
-rotation has none of them).
+That of 3.3.0 is in rope/test_check_port.py.
 """
 
 import json
@@ -11,14 +10,12 @@ import subprocess
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracles
 import orbax.checkpoint as ocp
 import pytest
 from support import write_gemma4
 from support.commands import ROOT, refusal
-from support.models import DENSE4, E4, draw_inputs, draw_model, forward, leaves_by_path, same, small
+from support.models import DENSE4, E4, draw_model, forward, leaves_by_path, same, small
 
-from prope import apply_p_rope
 from prope.config import default_config
 from prope.golden.check import FLOAT32, check, load_cases
 from prope.hf.importer import import_run
@@ -53,17 +50,6 @@ def test_gemma_4_s_rotation_is_golden_up_to_float32_angles(gemma4_values):
     verdict, result = check(values, float32_angles=True)
     assert result["equal"] and verdict.startswith("equal to p-RoPE in 4 of 17 cases")
     assert check(values)[1]["mistake"] == FLOAT32
-
-
-@pytest.mark.parametrize("p", [0, 0.25, 1])
-def test_gemma_3_s_rotation_is_prope_s_within_its_own_error(gemma_rope, p):
-    positions = np.array([[0, 1, 255, 256, 257, 4095, 8191]], np.int32)
-    inputs = draw_inputs(256, positions)
-    theirs = gemma_rope(inputs, positions, base_frequency=10_000, rope_proportion=p)
-    ours = apply_p_rope(inputs, positions, 256, 10_000, p)
-    their_error = np.abs(theirs - oracles.rotation(inputs, positions, 1e4, p)).max()
-    assert np.abs(ours - theirs).max() <= their_error + 3e-7
-    assert their_error < 2e-3, "theirs is the same rotation, in float32"
 
 
 # --- Checkpoints of Orbax -----------------------------------------------------------------------

@@ -23,7 +23,7 @@ from support.models import draw_attention as draw
 from prope import model
 from prope.attention import attention, choose_implementation
 from prope.cost.traced import count_flops
-from prope.kernels import blockwise
+from prope.kernels import blockwise, cache
 from prope.kernels.mask import CAUSAL, Mask
 from prope.rope import rotation_table
 from prope.sharding import rank_positions
@@ -66,7 +66,7 @@ def test_blocks_of_queries_and_their_gradients_equal_the_formula(T, heads, kv_he
     check_attention(*arrays, mask, implementation="xla")
 
 
-@pytest.mark.parametrize("mask", [CAUSAL, segmented(300, window=40)])
+@pytest.mark.parametrize("mask", [CAUSAL, segmented(300, window=40, sinks=130)])
 def test_capped_scores_and_their_gradients_equal_the_formula(mask):
     """Without a care for masked scores, their gradient would be infinite times 0."""
     check_attention(*draw(300, 300, 4, 2, H=8), mask, cap=0.5, implementation="xla")
@@ -157,6 +157,8 @@ def test_memory_of_attention_grows_as_the_length():
 
 
 CACHE = 4  # in float32: at most 5e-6, of values near 1
+# The sizes below are several of these.
+assert (cache._QUERIES_OF_BLOCK, cache._KEYS_OF_BLOCK) == (128, 512)
 
 
 def check_cache(arrays, first, mask=CAUSAL, slots=lambda x: x, multiple=CACHE, **options):

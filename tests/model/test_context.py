@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from support.commands import CONFIG, ROOT, logged, losses, needs_cuda, needs_libtpu, refusal
+from support.commands import CONFIG, ROOT, logged, losses, needs_cuda, needs_libtpu
 from support.models import initial_params
 from support.processes import on_eight_devices
 from support.text import read_lines
@@ -25,7 +25,6 @@ from prope.cost.flops import busiest_part
 from prope.data.store.arrays import Store
 from prope.data.tokenizer import GEMMA_IDS
 from prope.inference.losses import LossEvaluation
-from prope.runtime.validate import validate, validate_devices
 
 
 @pytest.mark.parametrize("C", [1, 2, 4, 8])
@@ -38,38 +37,6 @@ def test_ranks_hold_every_token_once_and_as_much_causal_work(C):
     chunks = positions // (T // (2 * C))
     for rank in range(C):  # as in Llama 3
         assert set(chunks[rank].tolist()) == {rank, 2 * C - 1 - rank}
-
-
-DEVICES = [SimpleNamespace(platform="cpu")] * 8
-
-
-def make_config(fields):
-    """The default config with other values of fields, by their paths."""
-    config = default_config()
-    config.update_from_flattened_dict(fields)
-    return config
-
-
-def validate_eight(config):
-    """Checks a config for eight devices."""
-    validate_devices(config, DEVICES)
-
-
-# The fields, and the one that the refusal must name with its value.
-REFUSED = [
-    (validate, {"mesh.context": 0}, "mesh.context=0"),
-    (validate, {"mesh.context": 2, "data.seq_len": 768}, "data.seq_len=768"),
-    (validate, {"mesh.context": 3, "data.seq_len": 1024}, "data.seq_len=1024"),
-    (validate_eight, {"mesh.context": 3}, "mesh.context=3"),
-    (validate_eight, {"mesh.context": 8, "mesh.tensor": 2}, "mesh.context=8"),
-    (validate_eight, {"mesh.context": 2, "mesh.tensor": 2, "mesh.data": 4}, "mesh.data=4"),
-    (validate_eight, {"mesh.context": 4, "batch_size": 3}, "batch_size=3"),
-]
-
-
-@pytest.mark.parametrize(("check", "fields", "named"), REFUSED)
-def test_sequences_and_meshes_that_do_not_divide_are_refused(check, fields, named):
-    assert refusal(check, make_config(fields)).startswith(f"config.{named}: ")
 
 
 def test_the_busiest_rank_has_its_share_of_the_work():

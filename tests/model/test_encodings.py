@@ -216,7 +216,7 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("scaling", encodings.SCALINGS)
-@pytest.mark.parametrize("rope_type", encodings.TYPES)
+@pytest.mark.parametrize("rope_type", NEEDED)
 def test_every_type_takes_every_scaling_but_rope_id_those_of_a_wavelength(rope_type, scaling):
     config = default_config()
     config.model = small(rope_type=rope_type, rope_scaling_type=scaling, rope_percentage=1.0)
@@ -233,11 +233,30 @@ def test_every_type_takes_every_scaling_but_rope_id_those_of_a_wavelength(rope_t
         validate(config)
 
 
-def test_scalings_leave_layers_with_a_window_as_they_are():
-    scaling = {"rope_scaling_type": "linear", "rope_scaling_factor": 8.0}
-    freqs = layer_frequencies(small(num_layers=6, rope_percentage=1.0, **scaling, **GEMMA))
-    for layer, expected in enumerate([R16, R16, np.array(R16) / 8] * 2):
-        close(freqs[layer], expected)
+@pytest.mark.parametrize("scaling", ["linear", "ntk", "dynamic", "yarn", "llama3"])
+def test_what_a_scaling_makes_of_fewer_pairs_and_of_layers_of_two_kinds(scaling):
+    """Partial rotary is RoPE of a head of p d lanes; other types leave pairs of RoPE out."""
+    fields = {"rope_scaling_type": scaling, "rope_scaling_factor": 4.0}
+    if "original_seq_len" in encodings.SCALINGS[scaling]:
+        fields["original_seq_len"] = 512
+
+    def scaled(d, p, **others):
+        config = small(head_dim=d, rope_percentage=p, **fields, **others)
+        return layer_frequencies(config, seq_len=2048)
+
+    rope, *_ = scaled(32, 1.0)
+    pairs = np.arange(16)
+    assert not np.allclose(rope, frequencies(32, 1e4))
+    close(scaled(64, 0.5, rope_type="partial")[0], np.pad(rope, (0, 16)))
+    close(scaled(32, 0.25)[0], np.where(pairs < 4, rope, 0))
+    close(scaled(32, 0.25, rope_type="reversed")[0], np.where(pairs < 12, 0, rope))
+    clipped = scaled(32, 1.0, rope_type="hard_clip", clip_low_n=5)
+    close(clipped[0], np.where(pairs < 11, rope, 0))
+    kinds = GEMMA | {"global_head_dim": 32}
+    for local, expected in (({}, R16), ({"local_rope_percentage": 0.0}, np.zeros(8))):
+        layers = zip(scaled(16, 1.0, **kinds | local), (expected, expected, rope), strict=True)
+        for freqs, of_layer in layers:
+            close(freqs, of_layer)
 
 
 def test_interventions_act_on_layers_with_a_window_too():

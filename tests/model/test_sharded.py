@@ -114,13 +114,16 @@ def run(config, shape):
 
 
 def test_a_step_takes_the_mean_over_the_tokens_that_count():
-    config = small(model__num_kv_heads=2, accumulation=4)
+    """Of masked documents and capped logits: meshes are compared with the same step alone."""
+    fields = {"model__num_kv_heads": 2, "model__tied": False, "model__final_softcap": 1.0}
+    config = small(**fields, accumulation=4, data__mask_documents=True)
     params = draw_params(config)
     batch = jax.tree.map(jnp.asarray, draw(config))
     targets = batch["targets"][..., None]
 
     def mean_loss(params):
-        hidden = model.hidden_states(config.model, params, batch["tokens"], batch["positions"])
+        arrays = [batch[name] for name in ("tokens", "positions", "segment_ids")]
+        hidden = model.hidden_states(config.model, params, *arrays)
         log_probabilities = jax.nn.log_softmax(model.logits(config.model, params, hidden))
         losses = -jnp.take_along_axis(log_probabilities, targets, axis=-1)[..., 0]
         return (losses * batch["weights"]).sum() / batch["weights"].sum()
@@ -137,6 +140,17 @@ def test_a_step_takes_the_mean_over_the_tokens_that_count():
     _, gradient, metrics = step(params, gradient, batch)
     assert metrics["loss"] == metrics["grad_norm"] == 0  # and not nan
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradient))
+
+
+def test_the_hash_of_a_batch_is_of_every_number_in_its_place():
+    batch = draw(small())
+    hashes = {int(sharding.hash_batch(batch))}
+    for name, values in batch.items():
+        for row in (0, -1):
+            changed = values.copy()
+            changed[row, row] += 1
+            hashes.add(int(sharding.hash_batch(batch | {name: changed})))
+    assert len(hashes) == 1 + 2 * len(batch)
 
 
 MQA = {"model__num_kv_heads": 1}

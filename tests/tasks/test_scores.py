@@ -80,16 +80,21 @@ def lively(base):
 # --- Scores -----------------------------------------------------------------------------------
 
 
+WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6}
+
+
 @pytest.mark.parametrize(
     ("tasks", "prose", "T", "fields"),
     [
-        (["passkey", "niah"], False, 128, {}),
+        (["passkey", "niah"], False, 128, WINDOWS),
         pytest.param(["flipflop"], True, 160, {}, marks=pytest.mark.slow),
         pytest.param(["passkey"], False, 128, ALL_SWITCHES, marks=pytest.mark.slow),
     ],
 )
-def test_scores_are_those_of_the_plain_forward_pass(base, tasks, prose, T, fields):
-    """Answers of several lengths, and one that the model says, are scored together."""
+def test_scores_are_those_of_the_plain_forward_pass(base, monkeypatch, tasks, prose, T, fields):
+    """Answers of several lengths, longer than a chunk, and one that the model says, together."""
+    monkeypatch.setattr(generation, "_CHUNK", 3)
+    trials._make_score.cache_clear()  # which has no chunks among its keys
     config, params = lively(base)
     if fields:
         config.model.update(fields)
@@ -192,9 +197,9 @@ def plant_scores(monkeypatch, logprobs, exact=None):
 
 def test_ranks_count_likelier_foils_and_half_of_equal_ones(run, monkeypatch):
     rows = [[-1.0, *[-2.0] * 7], [-2.0, *[-2.0] * 7], [-3.0, -1.0, *[-4.0] * 6], [math.nan] * 8]
-    plant_scores(monkeypatch, rows, [True, False, False, False])
+    plant_scores(monkeypatch, rows, [False, True, True, True])
     (record,) = ask(run)
-    assert record["accuracy"] == record["exact"] == 0.25
+    assert (record["accuracy"], record["exact"]) == (0.25, 0.75)
     assert record["rank"] == (1 + 4.5 + 2 + 8) / 4
     assert record["chance"] == 1 / 8
     assert sum(record["wrong"].values()) == 3
@@ -203,7 +208,8 @@ def test_ranks_count_likelier_foils_and_half_of_equal_ones(run, monkeypatch):
     first, second = record["cells"]
     assert (first["row"], second["row"]) == (0, 0.5)
     assert (first["rank"], second["rank"]) == (2.75, 5)
-    assert first["exact"] == 0.5
+    assert (first["exact"], second["exact"], first["logprob"]) == (0.5, 1, -1.5)
+    assert (record["tokens"], record["answer_tokens"]) == (127, 1)
     assert first["distance"] > second["distance"] > 60
 
 

@@ -113,13 +113,6 @@ def test_a_save_that_begins_while_another_is_written_has_hashes_of_its_own(
         assert same(reader.read(("final_norm", "scale")), step * scale)
 
 
-def test_an_imported_checkpoint_is_read_back(tmp_path, monkeypatch):
-    config, params = make_run(tmp_path / "whole")
-    monkeypatch.setattr(checkpoints_lib, "write_hashes", lambda folder, hashes: None)
-    with pytest.raises(RunFailed, match="run/checkpoints/0: was written, and cannot be read back"):
-        save_imported(epath.Path(tmp_path / "run"), params, config.to_dict(), {})
-
-
 @pytest.fixture
 def origin(tmp_path):
     """A run whose parameters others start from: (its config, its folder)."""

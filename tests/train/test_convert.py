@@ -103,9 +103,11 @@ def test_a_model_is_back_once_it_stays_within_the_bound():
         make_sweep_run("rope, seed 1", rope | {"seed": 1}, [3.0, 2.95, 2.9, 2.85]),
         make_sweep_run("back", half | {"seed": 0}, [3.5, 2.91, 2.83, 2.715], before=3.0),
         make_sweep_run("never", half | {"seed": 1}, [3.5, 3.2, 2.95, 2.9], before=3.0),
+        make_sweep_run("at once", half | {"seed": 0}, [3.01, 2.91, 2.81, 2.71], before=3.0),
     ]
     found = {one.run: (one.control, one.tokens) for one in recoveries(runs)}
-    assert found == {"back": ("rope", 720), "never": ("rope, seed 1", None)}
+    expected = {"back": ("rope", 720), "never": ("rope, seed 1", None), "at once": ("rope", 0)}
+    assert found == expected
     assert compare(runs[2], runs[0], within=0.031).tokens == 240
 
 

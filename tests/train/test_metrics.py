@@ -3,9 +3,11 @@
 import contextlib
 import errno
 import json
+import math
 import os
 import types
 
+import numpy as np
 import pytest
 from etils import epath
 from support.runs import make_run
@@ -13,6 +15,7 @@ from support.text import read_lines
 from tensorboardX.proto.event_pb2 import Event
 
 from prope import sharding
+from prope.config import default_config
 from prope.data.mixture import open_windows
 from prope.errors import warn_if_unwritten
 from prope.inference import losses
@@ -56,6 +59,22 @@ def test_records_and_events_are_written(place):
     assert scalars(place) == {("train/loss", 1): 1.0, ("train/loss", 2): 2.0}
 
 
+def test_steps_that_are_logged_and_skipped_steps_which_all_are(tmp_path):
+    config = default_config()
+    config.update({"num_steps": 8, "log_every": 3, "on_nonfinite": "skip"})
+    with metrics.MetricWriter(config, epath.Path(tmp_path), 0, 8, 1e6, None) as writer:
+        for step in range(1, 9):
+            loss = math.nan if step in (2, 4, 5) else step
+            values = {"loss": np.float32(loss), "grad_norm": np.float32(1)}
+            writer.step(step, values | {"batch_hash": np.uint32(step)})
+        with writer.pause():
+            pass
+    logged = [(record["step"], record["loss"]) for record in lines(tmp_path / "metrics.jsonl")]
+    assert logged == [(1, 1), (3, 3), (6, 6), (8, 8)]
+    skipped = [(record["step"], record["in_a_row"]) for record in lines(tmp_path / "skips.jsonl")]
+    assert skipped == [(2, 1), (4, 1), (5, 2)]
+
+
 ERRORS = [
     OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
     PermissionError(errno.EACCES, os.strerror(errno.EACCES)),
@@ -90,10 +109,18 @@ def test_a_failure_to_write_is_told_once_and_made_up_for(place, error, what, mon
     assert len(scalars(place)) == 4
 
 
-def test_an_evaluation_after_the_last_step_is_written(place):
-    with RecordFiles(place, 9, None) as records:
-        records.write("eval.jsonl", "eval", {"step": 9, "loss": 0.5})
-    assert lines(place / "eval.jsonl") == [{"step": 9, "loss": 0.5}]
+def test_a_resumed_run_drops_the_records_of_the_steps_that_it_repeats(place):
+    """And no others; an evaluation that was given up at its last step is made up for."""
+    names = ("metrics.jsonl", "eval.jsonl", "skips.jsonl")
+    with RecordFiles(place, 0, None) as records:
+        for step in (1, 2, 3):
+            for name in names:
+                records.write(name, "", {"step": step, "of": "first"})
+    with RecordFiles(place, 2, None) as records:
+        records.write("eval.jsonl", "eval", {"step": 2, "of": "second"})
+    first = [{"step": 1, "of": "first"}, {"step": 2, "of": "first"}]
+    for name in names:
+        assert lines(place / name) == first + [{"step": 2, "of": "second"}] * (name == names[1])
 
 
 def test_records_that_are_lost_in_the_end_are_counted(place, monkeypatch, caplog):

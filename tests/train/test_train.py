@@ -11,6 +11,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from oracles import learning_rate
 from support.commands import CONFIG, ROOT, logged, losses, refusal
 from support.models import same
 from support.runs import restore_training as start
@@ -39,7 +40,7 @@ def text_files(tmp_path, prefix):
 CONTRACT = {"step", "loss", "perplexity", "bits_per_byte", "rope_percentage"}
 TRAINED = CONTRACT | {"eval_loss", "init_hash", "tokens_per_second", "workdir"}
 EVALUATED = CONTRACT | {"rotated_pairs", "dataset", "seq_len", "tokens"}
-LOGGED = {"loss", "learning_rate", "grad_norm", "batch_hash", "tokens_per_second", "data_wait_ms"}
+LOGGED = {"loss", "grad_norm", "batch_hash", "tokens_per_second", "data_wait_ms"}
 
 
 def test_a_run_leaves_what_it_should(trained):
@@ -48,8 +49,12 @@ def test_a_run_leaves_what_it_should(trained):
     fields = ("step", "rope_percentage", "workdir")
     assert [result[field] for field in fields] == [20, 0.75, str(workdir)]
     assert np.isclose(result["perplexity"], np.exp(result["eval_loss"]))
-    assert json.loads((workdir / "config.json").read_text())["model"]["rope_percentage"] == 0.75
+    config = json.loads((workdir / "config.json").read_text())
+    assert config["model"]["rope_percentage"] == 0.75
     steps = read_lines(workdir / "metrics.jsonl")
+    peak, final = (config["optimizer"][f"{name}learning_rate"] for name in ("", "final_"))
+    rates = [learning_rate(step, 20, 2, peak, final) for step in range(1, 21)]
+    assert [record["learning_rate"] for record in steps] == pytest.approx(rates, rel=1e-5)
     assert [record["step"] for record in steps] == list(range(1, 21))
     assert steps[0].keys() >= LOGGED
     assert steps[0]["mfu"] is steps[0]["memory_bytes"] is None, "not known on a CPU"
@@ -57,6 +62,9 @@ def test_a_run_leaves_what_it_should(trained):
     assert steps[0]["loss"] > steps[-1]["loss"]
     evaluations = read_lines(workdir / "eval.jsonl")
     assert [record["step"] for record in evaluations][:2] == [10, 20]
+    assert (result["loss"], result["eval_loss"]) == (steps[-1]["loss"], evaluations[1]["loss"])
+    (start,) = read_lines(workdir / "starts.jsonl")
+    assert (start["step"], start["processes"], start["devices"]) == (1, 1, 1)
     assert len(list(workdir.glob("events.out.tfevents.*"))) == 1
     assert Checkpoints(workdir).steps() == [10, 20]
     run = open_run(workdir, 10)
@@ -65,15 +73,20 @@ def test_a_run_leaves_what_it_should(trained):
 
 
 def test_a_stopped_run_ends_as_a_straight_one_bit_for_bit(whole, train, tmp_path):
+    """Evaluated more often than saved, and where it was stopped."""
     workdir, result = whole
-    stopped = train(tmp_path / "run", EVERY_STEP, "--stop_at_step=7")
+    flags = (EVERY_STEP, "--config.eval_every=4")
+    stopped = train(tmp_path / "run", *flags, "--stop_at_step=7")
     assert stopped.result["step"] == 7
-    resumed = train(tmp_path / "run", EVERY_STEP)
+    resumed = train(tmp_path / "run", *flags)
     assert "resumed from step 7" in resumed.stderr
     assert losses(tmp_path / "run") == losses(workdir)
     for key in ("loss", "eval_loss", "init_hash"):
         assert resumed.result[key] == result[key]
     assert same(open_run(tmp_path / "run").params(), open_run(workdir).params())
+    evaluated = [record["step"] for record in read_lines(tmp_path / "run" / "eval.jsonl")]
+    assert evaluated == [4, 7, 8, 12, 16, 20]
+    assert Checkpoints(tmp_path / "run").steps() == [10, 20]
 
 
 @pytest.mark.slow
@@ -198,7 +211,7 @@ def test_a_stage_of_training_changes_length_and_encoding(trained, tmp_path, capl
         step, params, _ = start(config, tmp_path / "a", trained[0])
     assert (step, params) == (0, hash_arrays(open_run(trained[0]).params()))
     assert "model.rope_percentage: 0.75 -> 0.5" in caplog.text
-    for name, value in (("num_heads", 4), ("dtype", "bfloat16")):
+    for name, value in (("num_heads", 4), ("dtype", "bfloat16"), ("attention_softcap", 9.0)):
         config = open_run(trained[0]).config
         config.model.max_wavelength = 500_000.0
         theirs, config.model[name] = config.model[name], value
