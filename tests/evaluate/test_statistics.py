@@ -59,7 +59,7 @@ def test_where_seeds_agree_documents_vary_as_the_jackknife_finds():
 def test_documents_without_tokens_do_not_count():
     rng = np.random.default_rng(5)
     tokens = rng.integers(100, 2000, 6)
-    loss = rng.normal(0, 0.1, (3, 6)) * tokens
+    loss = (rng.normal(0, 0.1, 6) + rng.normal(0, 0.05, (3, 6))) * tokens
     source, shares = np.array([0, 0, 0, 1, 1, 1]), (0.3, 0.7)
     of_seeds = Difference(0.1, 0.01, 3)
     found = []
