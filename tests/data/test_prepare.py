@@ -297,18 +297,6 @@ def test_long_documents_are_tokenised_in_segments_and_lose_nothing(monkeypatch):
 # --- One writer at a time ---------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_two_processes_make_one_store(tmp_path, corpus, start_command):
-    cache = f"--config.data.cache_dir={tmp_path}/cache"
-    commands = [start_command("prope.data.prepare", *corpus, cache) for _ in range(2)]
-    outcomes = [command.wait() for command in commands]
-    assert [code for code, _, _ in outcomes] == [0, 0], outcomes
-    results = [json.loads(out.splitlines()[-1]) for _, out, _ in outcomes]
-    assert sorted("packing" in stderr for _, _, stderr in outcomes) == [False, True]
-    assert results[0]["store"] == results[1]["store"]
-    assert results[0]["tokens"] == results[1]["tokens"]
-
-
 def test_a_second_preparation_waits_for_the_first(config, caplog, monkeypatch):
     caplog.set_level("INFO", "prope")
     monkeypatch.setattr(build, "POLL_SECONDS", 0.02)

@@ -613,6 +613,21 @@ def test_what_lies_in_a_run_is_its_tokenizer_if_it_is_one(tmp_path, name, is_one
     assert not differences(config, read_config(tmp_path))
 
 
+@pytest.mark.parametrize("old", ["gone", "another"])
+def test_a_run_that_was_moved_has_its_tokenizer_with_it(tmp_path, sentencepiece_model, old):
+    first = tmp_path / "first"
+    make_run(first, tokenizer=first / "tokenizer.model", vocab_size=300)
+    shutil.copy(sentencepiece_model, first / "tokenizer.model")
+    moved = shutil.copytree(first, tmp_path / "moved")
+    if old == "gone":
+        shutil.rmtree(first)
+    else:
+        (first / "tokenizer.model").write_text("another")
+    run = open_run(moved)
+    assert run.config.data.tokenizer == str(moved / "tokenizer.model")
+    assert load_tokenizer(run.config.data.tokenizer).vocab_size == 300
+
+
 # --- What cannot be used ----------------------------------------------------------------------
 
 

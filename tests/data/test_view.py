@@ -24,11 +24,12 @@ def config(tmp_path):
 
 
 def test_the_rows_of_a_batch_are_shown(config, capsys):
-    result = view.show_batch(config, 12, 3, None)
+    result = view.show_batch(config, 20, 3, None)
     text = capsys.readouterr().out
-    assert (result["step"], result["rows"], result["seq_len"]) == (12, 3, 64)
+    assert (result["step"], result["rows"], result["seq_len"]) == (20, 3, 64)
     windows = Windows(config.data, 260, "train")
-    batch = train_batch(windows, config.seed, config.batch_size, 12, range(3))
+    batch = train_batch(windows, config.seed, config.batch_size, 20, range(3))
+    assert batch["weights"].mean() < 1, "a document ends in a row"
     assert (result["windows"], result["steps_per_epoch"]) == (
         windows.count,
         round(windows.count / config.batch_size, 2),
@@ -39,9 +40,9 @@ def test_the_rows_of_a_batch_are_shown(config, capsys):
     numbers = [int(number.replace(",", "")) for number in numbers]
     np.testing.assert_array_equal(windows.read(numbers)["tokens"], batch["tokens"])
     other_lines = r"(?m)^(---|===| +place| +\d+ +\d+ +\d+ |  \.\.\.).*"
-    documents = " ".join(re.sub(other_lines, "", text).split())
+    documents = "".join(re.sub(other_lines, "", text).split())
     for tokens in batch["tokens"]:
-        assert " ".join(load_tokenizer("byte").decode(tokens).split()) in documents
+        assert "".join(load_tokenizer("byte").decode(tokens).split()) in documents
 
 
 def row(tokens, targets, weights, positions, segments):

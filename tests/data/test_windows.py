@@ -3,17 +3,11 @@
 import collections
 import itertools
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
-import zlib
 
 import numpy as np
 import pytest
-from support.commands import ROOT, devices_flags
-from support.processes import free_port
 from support.text import read_tokens as stream
 
 from prope.config import default_config
@@ -152,49 +146,6 @@ def test_a_batch_is_a_function_of_its_step(open_windows):
     assert_equal({name: np.concatenate([part[name] for part in pair]) for name in late}, late)
     other_seed = train_batch(windows, 2, B, 40)
     assert np.any(other_seed["tokens"] != late["tokens"])
-
-
-WORKER = """
-import json, sys, zlib, jax
-from prope import sharding
-from prope.config import from_dict
-from prope.data.windows import Windows, train_batch
-address, process, batch_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-config = from_dict(json.loads(sys.argv[4]))
-jax.distributed.initialize(address, 2, process)
-windows = Windows(config.data, 260, "train")
-rows = sharding.rows_of_this_process(sharding.make_mesh(2), batch_size)
-sums = []
-for step in range(200):
-    batch = train_batch(windows, 3, batch_size, step, rows)
-    sums.append(zlib.crc32(b"".join(batch[name].tobytes() for name in sorted(batch))))
-print(json.dumps([jax.device_count(), rows, sums]))
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_read_the_batches_of_one(folder):
-    config = windows_config(folder, mask_documents=True, position_range=100)
-    windows = Windows(config.data, 260, "train")
-    address = f"localhost:{free_port()}"
-    devices = {"XLA_FLAGS": devices_flags(2), "PYTHONPATH": str(ROOT)}
-    started = []
-    for process in ("0", "1"):
-        fields = json.dumps(config.to_dict())
-        command = [sys.executable, "-c", WORKER, address, process, str(B), fields]
-        pipe = subprocess.PIPE
-        started.append(
-            subprocess.Popen(command, env=os.environ | devices, stdout=pipe, text=True, cwd=ROOT)
-        )
-    whole = [train_batch(windows, 3, B, step) for step in range(200)]
-    found = [json.loads(process.communicate(timeout=300)[0]) for process in started]
-    assert [devices for devices, _, _ in found] == [4, 4]
-    assert sorted(found[0][1] + found[1][1]) == list(range(B))
-    assert len(found[0][1]) == B // 2
-    for _, rows, sums in found:
-        for step, batch in enumerate(whole):
-            arrays = b"".join(batch[name][rows].tobytes() for name in sorted(batch))
-            assert sums[step] == zlib.crc32(arrays), step
 
 
 def test_eight_processes_read_the_batches_of_one(open_windows):

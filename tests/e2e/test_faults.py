@@ -21,8 +21,6 @@ from prope import sharding
 from prope.data.mixture import open_windows
 from prope.train import Training
 from prope.workdir.checkpoints import Checkpoints
-from prope.workdir.hashes import hash_json
-from prope.workdir.reader import write_hashes
 from prope.workdir.run import open_run
 
 LOG = "--config.log_every=1"
@@ -271,26 +269,8 @@ def test_a_token_store_that_was_replaced(copy, whole, train, cache_dir, tmp_path
     assert losses(copy) == losses(whole[0])
 
 
-@pytest.mark.slow
-def test_a_late_start_is_as_fast_as_an_early_one(train, tmp_path):
-    """The batch of a step is a function of the step: at a million, nothing is read again."""
-    step = 1_000_000
-    long = ("--config.num_steps=1000100", LOG)
-    assert train(tmp_path, *long, "--stop_at_step=1").code == 0
-    saved = tmp_path / "checkpoints" / str(step)
-    shutil.copytree(tmp_path / "checkpoints" / "1", saved)
-    data = json.loads((saved / "data" / "metadata").read_text()) | {"examples": 8 * step}
-    (saved / "data" / "metadata").write_text(json.dumps(data))
-    hashes = json.loads((saved / "hashes.json").read_text())["items"]
-    write_hashes(saved, hashes | {"data": hash_json(data)})
-    resumed = train(tmp_path, *long, f"--stop_at_step={step + 2}")
-    assert resumed.result["step"] == step + 2, resumed.stderr
-    first, last = read_lines(tmp_path / "starts.jsonl")
-    assert (first["step"], last["step"]) == (1, step + 1)
-    assert last["seconds"] < 2 * first["seconds"] + 10, "to read all before takes minutes"
-
-
 def test_the_first_batch_of_a_late_start_is_read_at_once(cache_dir):
+    """The batch of a step is a function of the step: nothing before it is read again."""
     config = get_config("tiny")
     config.data.cache_dir = str(cache_dir)
     windows = open_windows(config.data, config.model.vocab_size, "train")

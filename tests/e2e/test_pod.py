@@ -1,7 +1,6 @@
 """A run of several processes, as on a pod: here two on one machine, with fake devices."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -21,6 +20,7 @@ from support.processes import (
     pod_environments,
     start_patched,
     start_two_patched,
+    train_in_local_pod,
 )
 from support.text import read_lines
 
@@ -69,21 +69,12 @@ def straight(once, train):
     return directory / "run", result
 
 
-def train_in_local_pod(workdir, cache_dir, *arguments) -> subprocess.CompletedProcess:
-    pod = ["bash", ROOT / "launch" / "local_pod.sh", "--processes=2", "--devices=2", "--"]
-    command = [sys.executable, "-m", "prope.train", CONFIG, f"--workdir={workdir}", *arguments]
-    env = os.environ | {"PROPE_CACHE": str(cache_dir)}
-    done = subprocess.run([*pod, *command], env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return done
-
-
 def test_a_run_that_moves_from_two_processes_to_four_devices_to_one(
     straight, train, cache_dir, tmp_path
 ):
     workdir = tmp_path / "run"
     straight_workdir, straight_result = straight
-    done = train_in_local_pod(workdir, cache_dir, *STEPS_60, "--stop_at_step=20")
+    done = train_in_local_pod(workdir, cache_dir, 2, *STEPS_60, "--stop_at_step=20")
     first = json.loads(done.stdout.splitlines()[-1])
     for process in (0, 1):
         joined = rf"^\[{process}\] process {process} of 2 on .*, with 2 of 4 devices$"
@@ -94,8 +85,8 @@ def test_a_run_that_moves_from_two_processes_to_four_devices_to_one(
     (start,) = read_lines(workdir / "starts.jsonl")
     assert (start["processes"], start["devices"]) == (2, 4)
     assert len(start["commit"]) >= 40
-    tensor = ("--stop_at_step=40", "--config.mesh.tensor=2")
-    four = train(workdir, *STEPS_60, *tensor, devices=4)
+    split = ("--stop_at_step=40", "--config.mesh.tensor=2", "--config.accumulation=2")
+    four = train(workdir, *STEPS_60, *split, devices=4)
     assert four.code == 0, four.stderr
     assert "resumed from step 20" in four.stderr
     one = train(workdir, *STEPS_60)

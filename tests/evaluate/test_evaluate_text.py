@@ -173,8 +173,6 @@ def test_every_length_reads_the_same_tokens(run):
     for other in sums[1:]:
         np.testing.assert_array_equal(other, sums[0], "document by document")
     assert evaluate_run(run, seq_len="1x,2x,4x", max_tokens=tokens) == records
-    (alone,) = evaluate_run(run, max_tokens=tokens)
-    assert alone["fingerprint"] != records[0]["fingerprint"], "other stretches"
 
 
 @pytest.mark.slow

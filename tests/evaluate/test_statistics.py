@@ -50,18 +50,25 @@ def test_where_seeds_agree_documents_vary_as_the_jackknife_finds():
         assert exact.stderr == pytest.approx(stderr)
         assert 30 < exact.degrees < 49
         both = statistics.over_documents(Difference(mean, stderr, 31), *arguments)
-        # Documents without tokens do not count.
-        more = [np.pad(loss, (0, 9)), np.pad(tokens, (0, 9)), labels, shares]
-        if labels is not None:
-            more[2] = np.pad(labels, (0, 9), constant_values=1)
-        assert statistics.mean_and_stderr(*more) == pytest.approx((mean, stderr))
-        more[0] = np.stack([more[0]] * 31)
-        padded = statistics.over_documents(Difference(mean, stderr, 31), *more)
-        assert padded == pytest.approx(both)
         assert both.stderr == pytest.approx(stderr * 2**0.5)
         assert both.degrees == pytest.approx(4 / (1 / 30 + 1 / exact.degrees))
     one = Difference(0.2, 0.01, 3)
     assert statistics.over_documents(one, np.ones((3, 1)), tokens[:1]) is None
+
+
+def test_documents_without_tokens_do_not_count():
+    rng = np.random.default_rng(5)
+    tokens = rng.integers(100, 2000, 6)
+    loss = (rng.normal(0, 0.1, 6) + rng.normal(0, 0.05, (3, 6))) * tokens
+    source, shares = np.array([0, 0, 0, 1, 1, 1]), (0.3, 0.7)
+    of_seeds = Difference(0.1, 0.01, 3)
+    found = []
+    for more in (0, 9):
+        several = np.pad(loss, ((0, 0), (0, more)))
+        others = np.pad(tokens, (0, more)), np.pad(source, (0, more)), shares
+        both = statistics.over_documents(of_seeds, several, *others)
+        found.append((*both, *statistics.mean_and_stderr(several[0], *others)))
+    assert found[1] == pytest.approx(found[0])
 
 
 def test_where_only_seeds_differ_documents_add_nothing():

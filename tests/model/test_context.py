@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from support.commands import CONFIG, ROOT, logged, losses, needs_cuda, needs_libtpu
+from support.commands import ROOT, logged, losses, needs_cuda, needs_libtpu
 from support.models import initial_params
-from support.processes import on_eight_devices
+from support.processes import on_eight_devices, train_in_local_pod
 from support.text import read_lines
 
 from prope import sharding
@@ -58,20 +58,6 @@ LONGER = (
 )
 
 
-def train_in_two_processes(workdir, cache_dir, *arguments):
-    """Trains the tiny quickstart config on a pod of two processes of this machine."""
-    pod = ["bash", ROOT / "launch" / "local_pod.sh", "--processes=2", "--devices=1", "--"]
-    train = [sys.executable, "-m", "prope.train", CONFIG, f"--workdir={workdir}"]
-    done = subprocess.run(
-        [*pod, *train, *arguments],
-        env=os.environ | {"PROPE_CACHE": str(cache_dir)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def assert_same_evaluations(run, expected_run):
     """Compares evaluations of two runs, which may differ as sums in another order do."""
     records = read_lines(run / "eval.jsonl")
@@ -103,7 +89,7 @@ def test_a_run_may_move_between_whole_and_split_sequences(train, tmp_path, cache
     assert outcome.code == 0, outcome.stderr
     assert "resumed from step 3" in outcome.stderr, outcome.stderr
     split = ("--config.mesh.context=2", "--stop_at_step=9")
-    train_in_two_processes(run, cache_dir, *arguments, *split)
+    train_in_local_pod(run, cache_dir, 1, *arguments, *split)
     outcome = train(run, *arguments)
     assert outcome.code == 0, outcome.stderr
     assert "resumed from step 9" in outcome.stderr, outcome.stderr

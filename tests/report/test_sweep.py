@@ -109,6 +109,8 @@ def test_runs_of_a_sweep_differ_in_p_and_in_nothing_else(whole):
         last = read_lines(run / "eval.jsonl")[-1]
         assert (record["eval_loss"], record["perplexity"]) == (last["loss"], last["perplexity"])
         assert record["loss"] == losses(run)[20]
+        of_first = losses(run_of(directory, "0"))
+        assert p == "0" or all(loss != of_first[step] for step, loss in losses(run).items())
         configs.append(json.loads((run / "config.json").read_text()))
         assert configs[-1]["model"].pop("rope_percentage") == float(p)
     assert all(config == configs[0] for config in configs)

@@ -48,6 +48,16 @@ def pod_environments(count: int = 2) -> list[dict[str, str]]:
     return [{"PROPE_PROCESSES": f"{i}/{count}@127.0.0.1:{port}"} for i in range(count)]
 
 
+def train_in_local_pod(workdir, cache_dir, devices: int, *arguments):
+    """Trains the tiny config in two processes with so many devices each, to the end."""
+    pod = ["bash", ROOT / "launch" / "local_pod.sh", "--processes=2", f"--devices={devices}", "--"]
+    command = [sys.executable, "-m", "prope.train", CONFIG, f"--workdir={workdir}", *arguments]
+    env = os.environ | {"PROPE_CACHE": str(cache_dir)}
+    done = subprocess.run([*pod, *command], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def start_patched(patch: str, workdir, *arguments, **environment) -> subprocess.Popen:
     """Starts prope.train on the tiny config, with lines of Python before."""
     script = f"""

@@ -13,7 +13,7 @@ from scipy import stats
 from support.bounds import assert_equal_but_rounding, measure_rounding
 from support.models import ALL_SWITCHES, draw_model, forward
 from support.runs import make_run
-from support.text import refusal
+from support.text import read_lines, refusal
 
 from prope import sharding
 from prope.data.tasks.draws import Prompt
@@ -44,8 +44,7 @@ def ask(workdir, **flags) -> list[dict]:
 
 
 def read_records(workdir) -> list[dict]:
-    lines = (workdir / "longcontext.jsonl").read_text().splitlines()
-    return list(map(json.loads, lines))
+    return read_lines(workdir / "longcontext.jsonl")
 
 
 def make_trials(task, count, T=128, prose=False, tokenizer=None) -> list[trials.Trial]:

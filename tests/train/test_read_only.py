@@ -6,6 +6,7 @@ import os
 import jax
 import pytest
 from etils import epath
+from support.commands import refusal
 from support.heads import analysis_options
 from support.runs import evaluate_run, make_run
 from support.text import hash_files, read_lines
@@ -13,6 +14,7 @@ from support.text import hash_files, read_lines
 from prope.analysis import analysis
 from prope.errors import UsageError
 from prope.html import drawing
+from prope.inference.asking import AskOptions, answers
 from prope.inference.paired import paired_difference
 from prope.sweep import page, run_page
 
@@ -50,6 +52,16 @@ def test_records_and_sums_of_runs_go_to_the_output(runs, tmp_path, read_only, mo
     assert evaluate_run(runs, output=str(output)) == records
     assert len(read_lines(output / "rope" / "eval.jsonl")) == 1, "it is not computed again"
     assert evaluate_run(runs / "rope", output=str(output / "rope")) == records[1:]
+
+
+def test_answers_of_runs_go_to_the_output(runs, tmp_path, read_only):
+    read_only(runs)
+    before = hash_files(runs)
+    flags = {"workdir": str(runs / "rope"), "tasks": "passkey", "trials": 1, "seq_len": "128"}
+    line = refusal(lambda: list(answers(AskOptions(**flags))))
+    assert line.startswith("--workdir=") and "--output" in line
+    assert list(answers(AskOptions(**flags, output=f"{tmp_path}/ours")))
+    assert (tmp_path / "ours/longcontext.jsonl").exists() and hash_files(runs) == before
 
 
 def test_what_a_run_has_is_read_and_needs_no_output(runs, read_only):
