@@ -18,7 +18,7 @@ from prope.encodings import FIELDS, rotated_pairs
 from prope.errors import RunFailed, UsageError, usage_error
 from prope.inference.options import text_table
 from prope.inference.paired import Sums, paired_difference, read_difference
-from prope.inference.statistics import Difference, average_seeds
+from prope.inference.statistics import Difference, average_seeds, deviation
 from prope.runtime.files import read_json
 from prope.sweep.grid import text_of
 from prope.workdir import run as run_dir
@@ -172,6 +172,17 @@ def read_entries(directory: epath.Path) -> list[dict]:
     return sweep["runs"]
 
 
+def unfinished_runs(directory: epath.Path, runs: Iterable[Run]) -> dict[str, str]:
+    """Says of every planned run that is not finished why, as far as the sweep knows it."""
+    states = {run.name: run.state for run in runs}
+    reasons = {}
+    for entry in read_entries(directory):
+        state = states.get(entry["name"], "not begun")
+        if state != "finished":
+            reasons[entry["name"]] = entry.get("reason") or state
+    return reasons
+
+
 def _documents_and_length(evaluation: dict) -> tuple[str | None, int | None]:
     return evaluation.get("fingerprint"), evaluation.get("seq_len")
 
@@ -185,7 +196,8 @@ def read_sweep(directory: epath.Path) -> list[Run]:
         if config is not None:
             runs.append(read_run(directory / entry["name"], entry["values"], config))
     if not runs:
-        problem = f"none of its {len(entries)} runs has started"
+        reasons = "; ".join(set(unfinished_runs(directory, runs).values()))
+        problem = f"none of its {len(entries)} runs has started ({reasons})"
         raise usage_error("--sweep", directory, problem, "run it first")
     return on_common_windows(runs)
 
@@ -354,22 +366,32 @@ def _place_of(pair: Pair) -> dict:
 def table(runs: Iterable[Run]) -> list[dict]:
     """Makes a row per group: means over its finished runs, and their standard deviations.
 
-    A standard deviation, such as `eval_loss_sd`, is None for a single run.
+    A standard deviation, such as `eval_loss_sd`, is None for a single run. `seeds` are those of the
+    runs with a loss: means over other seeds do not compare.
     """
     by_name = groups(runs)
     fields = {name: None for group in by_name.values() for name in group[0].values if name != SEED}
     rows = []
     for group in by_name.values():
-        records = [run.record() for run in group if run.state == "finished"]
+        finished = [run for run in group if run.state == "finished"]
+        records = [run.record() for run in finished]
         row = {name: group[0].values.get(name) for name in fields}
         row["rotated_pairs"] = rotated_pairs(group[0].config.model)
         row["runs"] = len(records)
+        row["seeds"] = sorted(
+            run.config.seed for run in finished if run.evaluation["loss"] is not None
+        )
         for name in METRICS:
             values = [record[name] for record in records if record[name] is not None]
             row[name] = statistics.fmean(values) if values else None
-            row[f"{name}_sd"] = statistics.stdev(values) if len(values) > 1 else None
+            row[f"{name}_sd"] = deviation(values)
         rows.append(row)
     return rows
+
+
+def have_same_seeds(rows: Iterable[dict]) -> bool:
+    """Tells whether all rows with a loss are means over the same seeds."""
+    return len({tuple(row["seeds"]) for row in rows if row["seeds"]}) < 2
 
 
 def table_text(rows: list[dict]) -> str:
