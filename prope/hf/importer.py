@@ -91,6 +91,8 @@ def _import(
     eos = loaded_tokenizer.special.eos
     config.data.stop_ids = read_stop_ids(local, values, vocab_size, eos)
     num_parameters = sum(math.prod(tensor.shape) for tensor in expected)
+    if values:
+        set_training(config, num_parameters)
     with new_directory("workdir", path) as directory:
         check_disk(directory, 4 * num_parameters)
         params = read_params(config, stored, expected)
@@ -116,6 +118,14 @@ def _import(
         "tokenizer": config.data.tokenizer,
         "init_hash": init_hash,
     }
+
+
+def set_training(config: ConfigDict, num_parameters: int) -> None:
+    """Sets what a run is trained on with, by the size of its model: 16,384 tokens a step."""
+    rate = min(1e-4 * max(135e6 / num_parameters, 0.01) ** 0.5, 1e-4)
+    config.optimizer.learning_rate = float(f"{rate:.0e}")
+    config.optimizer.final_learning_rate = config.optimizer.learning_rate / 10
+    config.batch_size = max(2**14 // config.data.seq_len, 1)
 
 
 def check_tensors(source: epath.Path, stored: dict[str, Stored], expected: list[Tensor]) -> None:
