@@ -122,9 +122,8 @@ def _import(
 
 def set_training(config: ConfigDict, num_parameters: int) -> None:
     """Sets what a run is trained on with, by the size of its model: 16,384 tokens a step."""
-    rate = min(1e-4 * max(135e6 / num_parameters, 0.01) ** 0.5, 1e-4)
-    config.optimizer.learning_rate = float(f"{rate:.0e}")
-    config.optimizer.final_learning_rate = config.optimizer.learning_rate / 10
+    rate = float(f"{np.clip(1e-4 * (135e6 / num_parameters) ** 0.5, 1e-5, 1e-4):.0e}")
+    config.optimizer.update({"learning_rate": rate, "final_learning_rate": rate / 10})
     config.batch_size = max(2**14 // config.data.seq_len, 1)
 
 

@@ -35,10 +35,10 @@ from prope.runtime.memory import check_memory
 from prope.step import batch_hidden
 
 _MAX_UNKNOWN = 0.01  # share of <unk> up to which a loss says something about the bytes
-# How tokens write a space: those of byte-level BPE, which have a character for every byte; others.
+# How byte-level BPE, which writes every byte as a character, writes a space; what stands for one
+# byte in tokens that are text.
 _BYTE_LEVEL_SPACE = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-_ONE_BYTE = re.compile(f"{_SPACE}|^<0x[0-9A-F]{{2}}>$")
+_ONE_BYTE = re.compile("\N{LOWER ONE EIGHTH BLOCK}|^<0x[0-9A-F]{2}>$")
 _LONG_WINDOW = 8192  # tokens; from this length on, buckets have 1024 positions
 
 
@@ -231,13 +231,10 @@ class LossEvaluation:
         }
         if isinstance(self.windows, GeneratedWindows):
             # One sequence at a time, so that the logits of a batch never exist whole.
-            predict = functools.partial(_likeliest, self.config.model, params)
-            scores["correct"] = jax.lax.map(predict, hidden) == targets
+            logits = functools.partial(model.logits, self.config.model, params)
+            likeliest = jax.lax.map(lambda row: logits(row).argmax(axis=-1), hidden)
+            scores["correct"] = likeliest == targets
         return jax.tree.map(sharding.whole_sequences, scores)
-
-
-def _likeliest(config, params, hidden):
-    return model.logits(config, params, hidden).argmax(axis=-1)
 
 
 class DocumentSums:
@@ -397,14 +394,14 @@ def count_bytes(tokenizer: Tokenizer) -> np.ndarray:
     Where the tokenizer puts a space before every text, the end of a document takes it back.
     """
     texts = ["?"] * tokenizer.vocab_size
-    example = ""
+    example = "a a"
     if not isinstance(tokenizer, ByteTokenizer):
         is_json = isinstance(tokenizer, JsonTokenizer)
         to_text = tokenizer.tokenizer.id_to_token if is_json else tokenizer.processor.id_to_piece
         texts = [to_text(i) or "" for i in range(len(texts))]
-        example = "".join(texts[i] for i in tokenizer.encode(b"a a"))
+        example = "".join(texts[i] for i in tokenizer.encode(example.encode()))
     if _BYTE_LEVEL_SPACE not in example:
         texts = [_ONE_BYTE.sub(" ", text).encode() for text in texts]
     sizes = np.array([len(text) for text in texts])
-    sizes[list(tokenizer.special.ends)] = -example.startswith((_BYTE_LEVEL_SPACE, _SPACE))
+    sizes[list(tokenizer.special.ends)] = -(not example.startswith("a"))
     return sizes

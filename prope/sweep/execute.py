@@ -215,8 +215,8 @@ class Sweep:
             {"name": run.name, "values": run.values, "reason": self.failed.get(run.name)}
             for run in self.runs
         ]
-        text = json.dumps(self.record | {"runs": runs}, indent=2)
-        write_atomic(self.directory / "sweep.json", f"{text}\n")
+        content = json.dumps(self.record | {"runs": runs}, indent=2)
+        write_atomic(self.directory / "sweep.json", content + "\n")
 
     def state(self, run: Run) -> str:
         """Returns new, submitted, unfinished, finished or failed."""
@@ -298,10 +298,10 @@ class Sweep:
     def result(self) -> dict:
         """Returns the command's JSON object."""
         runs = self.read_all()
-        records = []
-        for run in runs:
-            outcome = {"state": self.state(run), "reason": self.failed.get(run.name)}
-            records.append(run.record() | outcome)
+        records = [
+            run.record() | {"state": self.state(run), "reason": self.failed.get(run.name)}
+            for run in runs
+        ]
         return {"runs": records, "table": table(runs), "equal": check_equal(runs)}
 
 

@@ -33,7 +33,7 @@ from prope.sweep.runs import (
     read_sweep,
     reference,
     table,
-    unfinished_runs,
+    unfinished_entries,
 )
 from prope.workdir.records import read_jsonl
 
@@ -103,7 +103,7 @@ def report_sweep(
                 "interval_over_documents": documents and documents.interval(),
             }
     record = {"output": str(page_path), "runs": [run.record() for run in runs], "table": means}
-    record["unfinished"] = unfinished_runs(directory, runs)
+    record["unfinished"] = unfinished_entries(directory, runs)
     printed = {
         "lengths": list(map(_describe_length, found["lengths"])),
         "recovery": [recovery._asdict() for recovery in found["recoveries"]],
@@ -171,7 +171,7 @@ def write(
         effective_lengths=effective_lengths(runs),
         left_out=sum(len(run.dropped) for run in runs),
         planned=len(read_entries(directory)),
-        unfinished=unfinished_runs(directory, runs),
+        unfinished=unfinished_entries(directory, runs),
         equality=equality(runs),
         runs=[_row_of(run, folder / "report") for run in runs],
         training_time=duration(sum(map(training_seconds, runs))),
@@ -317,12 +317,9 @@ def equality(runs: list[Run]) -> dict:
 def origin(run: Run) -> dict:
     """Describes the starts of a run, and how long it trained."""
     seconds = training_seconds(run)
-    pace = None
-    if seconds:
-        pace = run.metrics[-1]["step"] * tokens_per_step(run) / seconds
     return {
         "starts": read_jsonl(run.workdir / "starts.jsonl"),
-        "pace": pace,
+        "pace": run.metrics[-1]["step"] * tokens_per_step(run) / seconds if seconds else None,
         "training_time": duration(seconds) if seconds else "–",
     }
 

@@ -281,17 +281,15 @@ class MetricWriter(contextlib.ExitStack):
     def summary(self, init_hash: str) -> dict:
         """Returns what the command prints; what the last step has no record of is None."""
         evaluation = self.evaluated(self._stop) or {}
-        last = {"loss": None, "tokens_per_second": None}
-        for record in read_jsonl(self._workdir / "metrics.jsonl"):
-            if record["step"] == self._stop:
-                last = record
+        records = read_jsonl(self._workdir / "metrics.jsonl")
+        last = {record["step"]: record for record in records}.get(self._stop, {})
         step, seconds, _ = self._logged
-        speed = last["tokens_per_second"]
+        speed = last.get("tokens_per_second")
         if seconds:  # over all steps of this start
             speed = (step - self._start) * self._step_tokens / seconds
         return {
             "step": self._stop,
-            "loss": last["loss"],
+            "loss": last.get("loss"),
             "eval_loss": evaluation.get("loss"),
             **{name: evaluation.get(name) for name in _EVALUATION},
             "rope_percentage": self._config.model.rope_percentage,

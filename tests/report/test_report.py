@@ -740,7 +740,9 @@ def test_runs_that_are_not_finished_are_named_with_the_reason(sweep, undrawn):
         killed: "signal SIGKILL",
         "to come": "not begun",
     }
-    assert sweep_page.report_sweep(sweep)["unfinished"] == expected
+    entries = sweep_page.report_sweep(sweep)["unfinished"]
+    reasons = {entry["name"]: entry.get("reason") for entry in entries}
+    assert reasons == {name: "signal SIGKILL" if name == killed else None for name in expected}
     page = Page(sweep / "report/index.html")
     assert dict(table_with(page, "why")) == expected
     assert "4 of 7 runs finished; 3 are not" in page.text
