@@ -8,10 +8,10 @@ DIR is what transformers saves and the Hub has: config.json, model.safetensors, 
 shards, and tokenizer.json or tokenizer.model. A name is fetched from the Hugging Face Hub, into
 huggingface_hub's cache and with its token, unless a folder has that name. Families are Gemma 1 to 4
 (of models with images, the text part), Llama 3, SmolLM2 and 3, Qwen2, 2.5 and 3, and Mistral. The
-run has one checkpoint, of step 0, which evaluate, sample, analyze and train --init_from read.
-Tensors are copied one at a time. ORBAX is a checkpoint of Gemma 1 to 4 in the form of DeepMind's
-gemma: it does not tell its model, which --config gives. What this decoder does not compute is
-refused, all of it in one line.
+run has one checkpoint, of step 0, which evaluate, sample, analyze and train --init_from read; its
+config has learning rates and a batch for fine-tuning. Tensors are copied one at a time. ORBAX is a
+checkpoint of Gemma 1 to 4 in the form of DeepMind's gemma: it does not tell its model, which
+--config gives. What this decoder does not compute is refused, all of it in one line.
 """
 
 from absl import flags

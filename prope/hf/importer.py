@@ -100,6 +100,8 @@ def _import(
     # it Gemma 3 270M loses 1.5 nats a token.
     config.data.bos_every_window = loaded_tokenizer.special.bos is not None
     num_parameters = sum(math.prod(tensor.shape) for tensor in expected)
+    if values:
+        set_training(config, num_parameters)
     with new_directory("workdir", path) as directory:
         check_disk(directory, 4 * num_parameters)
         params = read_params(config, stored, expected)
@@ -128,6 +130,13 @@ def _import(
         "bos_every_window": config.data.bos_every_window,
         "init_hash": init_hash,
     }
+
+
+def set_training(config: ConfigDict, num_parameters: int) -> None:
+    """Sets what a run is trained on with, by the size of its model: 16,384 tokens a step."""
+    rate = float(f"{np.clip(1e-4 * (135e6 / num_parameters) ** 0.5, 1e-5, 1e-4):.0e}")
+    config.optimizer.update({"learning_rate": rate, "final_learning_rate": rate / 10})
+    config.batch_size = max(2**14 // config.data.seq_len, 1)
 
 
 def check_tensors(source: epath.Path, stored: dict[str, Stored], expected: list[Tensor]) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -21,8 +22,9 @@ from ml_collections import ConfigDict
 
 from prope import model, sharding
 from prope.data.batch import Batch, padding
-from prope.data.store.arrays import fingerprint_of
+from prope.data.store.arrays import READ_TOKENS, fingerprint_of, retry_tokens
 from prope.data.tasks.windows import GeneratedWindows
+from prope.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
 from prope.data.windows import Windows
 from prope.errors import log
 from prope.inference import paired
@@ -33,6 +35,10 @@ from prope.runtime.memory import check_memory
 from prope.step import batch_hidden
 
 _MAX_UNKNOWN = 0.01  # share of <unk> up to which a loss says something about the bytes
+# How byte-level BPE, which writes every byte as a character, writes a space; what stands for one
+# byte in tokens that are text.
+_BYTE_LEVEL_SPACE = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"
+_ONE_BYTE = re.compile("\N{LOWER ONE EIGHTH BLOCK}|^<0x[0-9A-F]{2}>$")
 _LONG_WINDOW = 8192  # tokens; from this length on, buckets have 1024 positions
 
 
@@ -154,22 +160,22 @@ class LossEvaluation:
         count = len(indices)
         sources = self.windows.sources
         source_of = np.repeat(range(len(sources)), [source.count for source in sources])[indices]
-        is_generated = [isinstance(source, GeneratedWindows) for source in sources]
         by_document = DocumentSums(self.seq_len, self.config.data.seq_len)
-        unknown = np.zeros(len(sources))
+        counts = np.zeros((len(sources), self.config.model.vocab_size), int)
+        start = self.windows.store.special.start
         correct = []
         row = 0
 
         step = functools.partial(self._run, params, mesh)
         for scores in run_batches(step, self.config, mesh, count, self._read, go_on):
             correct.extend(scores.pop("correct", ()))
-            unknown_tokens = scores.pop("unknown_tokens")
-            for i in range(len(scores["losses"])):
+            for i, targets in enumerate(scores.pop("targets")):
                 source = source_of[row]
                 window = {name: values[i] for name, values in scores.items()}
-                window["ends_document"] |= is_generated[source]
-                by_document.add(indices[row], source, **window)
-                unknown[source] += unknown_tokens[i]
+                is_generated = isinstance(sources[source], GeneratedWindows)
+                ends_document = is_generated or targets[-1] == start
+                by_document.add(indices[row], source, ends_document=ends_document, **window)
+                np.add.at(counts[source], targets[window["weights"] > 0], 1)
                 row += 1
         if row < count:
             return None
@@ -182,7 +188,7 @@ class LossEvaluation:
             "windows": count,
             **summarize(sums),
             "by_position": summarize_positions(sums),
-            **per_byte(self.windows, sums, unknown),
+            **per_byte(self.windows, sums, counts, self.config.data.tokenizer),
         }
         if len(sources) > 1:
             record["sources"] = summarize_sources(self.windows, source_of, sums)
@@ -213,32 +219,23 @@ class LossEvaluation:
         return self._compiled(params, batch)
 
     def _score(self, params, batch) -> dict[str, jax.Array]:
-        """Scores every token of a batch, [B, T], and finds windows that end a document, [B]."""
+        """Scores every token of a batch, [B, T]."""
         hidden = batch_hidden(self.config, params, batch)
         targets = batch["targets"]
         scores = {
             "weights": batch["weights"],
             "segment_ids": batch["segment_ids"],
+            "targets": targets,
             "losses": token_losses(
                 hidden, model.head(params), targets, self.config.model.final_softcap
             ),
         }
         if isinstance(self.windows, GeneratedWindows):
             # One sequence at a time, so that the logits of a batch never exist whole.
-            predict = functools.partial(_likeliest, self.config.model, params)
-            scores["correct"] = jax.lax.map(predict, hidden) == targets
-        scores = jax.tree.map(sharding.whole_sequences, scores)
-        targets = sharding.whole_sequences(targets)
-        special = self.windows.store.special
-        is_unknown = special.is_unknown(targets) & (scores["weights"] > 0)
-        return scores | {
-            "ends_document": targets[:, -1] == special.start,
-            "unknown_tokens": is_unknown.sum(axis=1),
-        }
-
-
-def _likeliest(config, params, hidden):
-    return model.logits(config, params, hidden).argmax(axis=-1)
+            logits = functools.partial(model.logits, self.config.model, params)
+            likeliest = jax.lax.map(lambda row: logits(row).argmax(axis=-1), hidden)
+            scores["correct"] = likeliest == targets
+        return jax.tree.map(sharding.whole_sequences, scores)
 
 
 class DocumentSums:
@@ -321,18 +318,21 @@ def summarize_sources(windows: Windows, source_of: np.ndarray, sums: paired.Sums
     return sources
 
 
-def per_byte(windows: Windows, sums: paired.Sums, unknown: np.ndarray) -> dict:
-    """Computes perplexity and bits per byte, by what the stores count; warns where there are none.
+def per_byte(windows: Windows, sums: paired.Sums, counts: np.ndarray, tokenizer: str) -> dict:
+    """Computes perplexity and bits per byte; warns where there are none.
 
-    All are None where no token is predicted. Above 1 % of <unk> there are no bits per byte: a
-    token stands for any text then.
+    All are None where no token is predicted. There are no bits per byte above 1 % of <unk>, which
+    stands for any text, and where the predicted tokens have no text.
 
     Args:
       windows: the windows that were evaluated.
       sums: their sums; sources without tokens do not count.
-      unknown: [S] how many predicted tokens of each source are <unk>.
+      counts: [S, V] how often each id is predicted, by source.
+      tokenizer: config.data.tokenizer.
     """
-    tokens = np.bincount(sums.source, sums.tokens.sum(axis=1), len(unknown))
+    tokens = counts.sum(axis=1)
+    is_unknown = windows.store.special.is_unknown(np.arange(counts.shape[1]))
+    unknown = counts[:, is_unknown].sum(axis=1)
     record = dict.fromkeys(("perplexity", "bits_per_byte", "unigram_bits_per_byte"))
     record["unknown_tokens"] = int(unknown.sum())
     if not tokens.any():
@@ -348,11 +348,61 @@ def per_byte(windows: Windows, sums: paired.Sums, unknown: np.ndarray) -> dict:
         problem = f"{unknown_share:.1%} of the predicted tokens are <unk>, more than 1 %"
         log.warning("%s: there are no bits per byte; take a tokenizer with byte fallback", problem)
         return record
-    split = windows.split
-    stores = [windows.sources[s].store for s in counted]
-    bytes_per_token = [store.count("bytes", split) / store.targets(split) for store in stores]
-    unigrams = [store.unigram_loss(split) for store in stores]
-    factor = 1 / math.log(2) / np.dot(shares, bytes_per_token)
-    record["bits_per_byte"] = float(loss * factor)
-    record["unigram_bits_per_byte"] = float(np.dot(shares, unigrams) * factor)
+    per_token = [_bytes_and_nats(windows.sources[s], counts[s], tokenizer) for s in counted]
+    num_bytes, unigram_loss = np.dot(shares, per_token).tolist()
+    if num_bytes > 0:
+        bits = num_bytes * math.log(2)
+        record["bits_per_byte"] = loss / bits
+        record["unigram_bits_per_byte"] = unigram_loss / bits
     return record
+
+
+def _bytes_and_nats(source: Windows, counts: np.ndarray, tokenizer: str) -> tuple[float, float]:
+    """Averages the bytes of a source's predicted tokens, and their loss under token frequencies.
+
+    counts[i] is how often id i is predicted.
+    """
+    store = source.store
+    targets = store.targets(source.split)
+    if isinstance(source, GeneratedWindows) or counts.sum() == targets:
+        return store.count("bytes", source.split) / targets, store.unigram_loss(source.split)
+    (ids,) = counts.nonzero()
+    return tuple(_measure_ids(source, tokenizer)[:, ids] @ counts[ids] / counts.sum())
+
+
+@functools.lru_cache(8)  # training evaluates the same windows again and again
+def _measure_ids(source: Windows, tokenizer: str) -> np.ndarray:
+    """Measures every id, [2, V]: its bytes, and its nats under the train split's frequencies.
+
+    Of more than 2^24 tokens as many are counted, evenly spread.
+    """
+    loaded = load_tokenizer(tokenizer)
+    store = source.store
+    train = store.tokens("train")
+    size = train.shape[0]
+    chunks = np.unique(np.linspace(0, size // READ_TOKENS, 1024, dtype=int))
+    places = np.add.outer(chunks * READ_TOKENS, np.arange(READ_TOKENS))
+    chosen = train[places[places < size]]
+    ids, is_prompt = store.decode(retry_tokens(store.path, lambda: chosen.read().result()))
+    predicted = ids[~is_prompt & (ids != store.special.bos)]
+    counts = np.bincount(predicted, minlength=loaded.vocab_size) + 1
+    return np.stack([count_bytes(loaded), -np.log(counts / counts.sum())])
+
+
+def count_bytes(tokenizer: Tokenizer) -> np.ndarray:
+    """Counts the bytes of text that each id stands for, [V].
+
+    Where the tokenizer puts a space before every text, the end of a document takes it back.
+    """
+    texts = ["?"] * tokenizer.vocab_size
+    example = "a a"
+    if not isinstance(tokenizer, ByteTokenizer):
+        is_json = isinstance(tokenizer, JsonTokenizer)
+        to_text = tokenizer.tokenizer.id_to_token if is_json else tokenizer.processor.id_to_piece
+        texts = [to_text(i) or "" for i in range(len(texts))]
+        example = "".join(texts[i] for i in tokenizer.encode(example.encode()))
+    if _BYTE_LEVEL_SPACE not in example:
+        texts = [_ONE_BYTE.sub(" ", text).encode() for text in texts]
+    sizes = np.array([len(text) for text in texts])
+    sizes[list(tokenizer.special.ends)] = -(not example.startswith("a"))
+    return sizes

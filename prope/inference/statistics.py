@@ -15,18 +15,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+_ROUNDING = 1e-12  # of float64 losses, and of differences of them
+
 
 class Difference(NamedTuple):
     """Loss of the first minus that of the second, nats per token: a mean over samples."""
 
     difference: float
-    stderr: float | None  # None: one sample
+    stderr: float | None  # None: one sample, or several that are equal
     samples: int  # documents or seeds
     degrees: float | None = None  # of freedom of stderr; None: samples - 1
     comparisons: int = 1  # whose intervals hold together
 
     def interval(self) -> tuple[float, float] | None:
-        """Computes the 95 % interval of the difference; None for one sample."""
+        """Computes the 95 % interval of the difference; None without a standard error."""
         from scipy import stats
 
         if self.stderr is None:
@@ -38,7 +40,7 @@ class Difference(NamedTuple):
     @property
     def distinguishable(self) -> bool:
         """Whether the 95 % interval leaves 0 out."""
-        if self.stderr is None:
+        if not self.stderr:
             return False
         low, high = self.interval()
         return low * high > 0
@@ -48,21 +50,25 @@ class Difference(NamedTuple):
         """The two-sided p-value of Student's t test, of this difference alone."""
         from scipy import stats
 
-        if self.stderr is None:
+        if not self.stderr:
             return None
-        if self.stderr == 0:
-            return float(self.difference == 0)
         degrees = self.degrees or self.samples - 1
         return float(2 * stats.t.sf(abs(self.difference / self.stderr), degrees))
 
 
+def deviation(values: Sequence[float]) -> float | None:
+    """Computes the standard deviation of samples: None of one, 0 where they differ by rounding."""
+    if len(values) < 2:
+        return None
+    spread = statistics.stdev(values)
+    return spread if spread > _ROUNDING * max(1.0, *map(abs, values)) else 0.0
+
+
 def average_seeds(losses: Sequence[float]) -> Difference:
     """Averages independent samples, one per seed, such as paired differences."""
-    count = len(losses)
-    stderr = None
-    if count > 1:
-        stderr = statistics.stdev(losses) / count**0.5
-    return Difference(statistics.fmean(losses), stderr, count)
+    spread = deviation(losses)
+    stderr = spread / len(losses) ** 0.5 if spread else None
+    return Difference(statistics.fmean(losses), stderr, len(losses))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

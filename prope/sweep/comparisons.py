@@ -65,7 +65,7 @@ def _compare(comparison: Comparison, pairs: list[Pair], comparisons: int) -> Com
     difference, over = average(pairs)
     difference = difference._replace(comparisons=comparisons)
     documents = None
-    sums = read_documents(pairs) if len(pairs) > 1 else None
+    sums = read_documents(pairs) if len(pairs) > 1 and difference.stderr else None
     if sums:
         first = sums[0]
         loss = np.stack([one.loss.sum(axis=1) for one in sums])

@@ -32,6 +32,7 @@ from prope.sweep.runs import (
     DAMAGED_SWEEP,
     Run,
     check_equal,
+    have_same_seeds,
     on_common_windows,
     read_run,
     table,
@@ -49,14 +50,17 @@ def check_same_sweep(
     grids: list[dict],
     base: ConfigDict,
     init_from: str | None = None,
-) -> None:
-    """Raises UsageError where the directory holds a run, or a sweep that is not extended."""
+) -> dict[str, str]:
+    """Returns why runs of a sweep have failed before, by name.
+
+    Raises UsageError where the directory holds a run, or a sweep that is not extended.
+    """
     if (directory / "config.json").exists():
         problem = "holds a run, not a sweep"
         raise usage_error("--workdir", directory, problem, "choose another --workdir")
     saved = read_json(directory / "sweep.json", DAMAGED_SWEEP)
     if saved is None:
-        return
+        return {}
     planned = {run.name for run in runs}
     missing = [run["name"] for run in saved["runs"] if run["name"] not in planned]
     if missing:
@@ -73,6 +77,7 @@ def check_same_sweep(
     if differing:
         problem = f"holds a sweep of another config ({'; '.join(differing)})"
         raise usage_error("--workdir", directory, problem, OTHER_SWEEP)
+    return {run["name"]: run["reason"] for run in saved["runs"] if run.get("reason")}
 
 
 @contextlib.contextmanager
@@ -175,6 +180,7 @@ class Sweep:
         self.runs = runs
         self.launcher = launcher  # its words; empty: the runs are carried out here
         self.failed: dict[str, str] = {}  # reasons, by run
+        self.record: dict = {}  # the content of sweep.json without its runs
 
     def command(self, run: Planned) -> list[str]:
         """Returns the command that carries out a run.
@@ -202,6 +208,15 @@ class Sweep:
     def launch_record(self, name: str) -> epath.Path:
         """Returns the file that is there from the moment a run is handed to a launcher."""
         return self.directory / "launched" / name
+
+    def write(self) -> None:
+        """Writes sweep.json, with the reasons why runs have failed."""
+        runs = [
+            {"name": run.name, "values": run.values, "reason": self.failed.get(run.name)}
+            for run in self.runs
+        ]
+        content = json.dumps(self.record | {"runs": runs}, indent=2)
+        write_atomic(self.directory / "sweep.json", content + "\n")
 
     def state(self, run: Run) -> str:
         """Returns new, submitted, unfinished, finished or failed."""
@@ -256,6 +271,9 @@ class Sweep:
         if self.launcher:
             record.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(record, time.strftime("%Y-%m-%d %H:%M:%S UTC\n", time.gmtime()))
+        else:
+            self.failed[run.name] = "was started, and has not ended"
+            self.write()
         code, error = processes.run(self.command(run), None if self.launcher else lock)
         if self.launcher and code > 0 and not processes.stop_signal:
             record.unlink()
@@ -274,12 +292,16 @@ class Sweep:
             self.failed[run.name] = f"ended without an evaluation of step {steps}"
         if run.name in self.failed:
             log.info("%s: %s", run.name, self.failed[run.name])
+        self.write()
         return code
 
     def result(self) -> dict:
         """Returns the command's JSON object."""
         runs = self.read_all()
-        records = [run.record() | {"state": self.state(run)} for run in runs]
+        records = [
+            run.record() | {"state": self.state(run), "reason": self.failed.get(run.name)}
+            for run in runs
+        ]
         return {"runs": records, "table": table(runs), "equal": check_equal(runs)}
 
 
@@ -305,7 +327,7 @@ def run_sweep(
     directory = as_path("--workdir", workdir)
     runs = plan(grids, file, base, overrides, init_from)
     sweep = Sweep(directory, runs, split_launcher(launcher))
-    check_same_sweep(directory, runs, grids, base, init_from)
+    reasons = check_same_sweep(directory, runs, grids, base, init_from)
     log.info("%d runs in %s:", len(runs), directory)
     for run in sweep.read_all():
         state = sweep.state(run)
@@ -320,20 +342,22 @@ def run_sweep(
         remedy = "install it, or put it on PATH"
         raise usage_error("--launcher", sweep.launcher[0], "there is no such program", remedy)
     check_equal(sweep.read_all())
-    record = {
+    sweep.record = {
         "config_file": as_given(file),
         "overrides": overrides,
         "grids": grids,
         "init_from": init_from,
-        "runs": [{"name": run.name, "values": run.values} for run in runs],
         "config": base.to_dict(),
     }
     with locked(directory) as lock:
         check_writable("--workdir", directory)
-        write_atomic(directory / "sweep.json", json.dumps(record, indent=2) + "\n")
+        sweep.failed = reasons
+        sweep.write()
         sweep.execute(ChildProcesses(), lock)
     result = sweep.result()
     log.info("%s", table_text(result["table"]))
+    if not have_same_seeds(result["table"]):
+        log.warning("the means are over different seeds: they do not tell which run is best")
     if sweep.failed:
         print(json.dumps(result), flush=True)
         reasons = [f"{name} ({reason})" for name, reason in sweep.failed.items()]

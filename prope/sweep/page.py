@@ -23,7 +23,18 @@ from prope.sweep.comparisons import Comparison, compare_declared, compare_with_r
 from prope.sweep.maps import effective_lengths
 from prope.sweep.pictures import pictures
 from prope.sweep.recovery import recoveries
-from prope.sweep.runs import P, Run, check_equal, groups, read_entries, read_sweep, reference, table
+from prope.sweep.runs import (
+    P,
+    Run,
+    check_equal,
+    groups,
+    have_same_seeds,
+    read_entries,
+    read_sweep,
+    reference,
+    table,
+    unfinished_entries,
+)
 from prope.workdir.records import read_jsonl
 
 # Perplexity of Gemma 2B trained on 8192 tokens of Wikipedia and of FlanV2, by rope_type, wavelength
@@ -92,6 +103,7 @@ def report_sweep(
                 "interval_over_documents": documents and documents.interval(),
             }
     record = {"output": str(page_path), "runs": [run.record() for run in runs], "table": means}
+    record["unfinished"] = unfinished_entries(directory, runs)
     printed = {
         "lengths": list(map(_describe_length, found["lengths"])),
         "recovery": [recovery._asdict() for recovery in found["recoveries"]],
@@ -159,6 +171,7 @@ def write(
         effective_lengths=effective_lengths(runs),
         left_out=sum(len(run.dropped) for run in runs),
         planned=len(read_entries(directory)),
+        unfinished=unfinished_entries(directory, runs),
         equality=equality(runs),
         runs=[_row_of(run, folder / "report") for run in runs],
         training_time=duration(sum(map(training_seconds, runs))),
@@ -205,7 +218,7 @@ def result_rows(runs: list[Run], comparisons: Sequence[Comparison]) -> list[dict
     rows = table(runs)
     by_group = {comparison.group: comparison for comparison in comparisons}
     by_name = groups(runs)
-    perplexities = [row["perplexity"] for row in rows if row["perplexity"] is not None]
+    lowest = min((row["perplexity"] for row in rows if row["seeds"]), default=None)
     for row, (name, group) in zip(rows, by_name.items(), strict=True):
         model = group[0].config.model
         rope = reference(group[0].values, by_name)
@@ -219,7 +232,7 @@ def result_rows(runs: list[Run], comparisons: Sequence[Comparison]) -> list[dict
             over=comparison.over,
             documents=comparison.documents,
             paper=paper_result(group[0].config),
-            best=bool(perplexities) and row["perplexity"] == min(perplexities),
+            best=bool(row["seeds"]) and row["perplexity"] == lowest and have_same_seeds(rows),
         )
     return rows
 
@@ -228,7 +241,8 @@ def lead(rows: list[dict]) -> str:
     """States the result in one sentence, with as much certainty as the runs give it."""
     best = next((row for row in rows if row["best"]), None)
     if not best:
-        return "No run has finished yet."
+        other = "The means are over different seeds, so they do not tell which is best."
+        return other if any(row["seeds"] for row in rows) else "No run has finished yet."
     group = best["group"]
     difference = best["difference"]
     text = f"{group} has the lowest validation perplexity, {best['perplexity']:.4f}"
@@ -239,9 +253,11 @@ def lead(rows: list[dict]) -> str:
     side = "below" if difference.difference < 0 else "above"
     loss = f"its loss is {abs(difference.difference):.4f} nats per token {side} RoPE’s"
     if difference.stderr is None or best["over"] == "documents":
-        certainty = "One run of each cannot tell whether that is more than chance."
+        equal = difference.stderr is None and difference.samples > 1
+        who = "Equal differences" if equal else "One run of each"
+        certainty = f"{who} cannot tell whether that is more than chance."
         return f"{text}; {loss}. {certainty}{selected}"
-    shown = f"{_ends(difference)}, corrected for {difference.comparisons} comparisons"
+    shown = f"{_ends(difference)}, Bonferroni for {difference.comparisons}"
     if best["documents"]:
         shown += f"; over seeds and documents {_ends(best['documents'])}"
     over = f"over {best['over']}"
@@ -301,12 +317,9 @@ def equality(runs: list[Run]) -> dict:
 def origin(run: Run) -> dict:
     """Describes the starts of a run, and how long it trained."""
     seconds = training_seconds(run)
-    pace = None
-    if seconds:
-        pace = run.metrics[-1]["step"] * tokens_per_step(run) / seconds
     return {
         "starts": read_jsonl(run.workdir / "starts.jsonl"),
-        "pace": pace,
+        "pace": run.metrics[-1]["step"] * tokens_per_step(run) / seconds if seconds else None,
         "training_time": duration(seconds) if seconds else "–",
     }
 

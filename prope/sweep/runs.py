@@ -18,7 +18,7 @@ from prope.encodings import FIELDS, rotated_pairs
 from prope.errors import RunFailed, UsageError, usage_error
 from prope.inference.options import text_table
 from prope.inference.paired import Sums, paired_difference, read_difference
-from prope.inference.statistics import Difference, average_seeds
+from prope.inference.statistics import Difference, average_seeds, deviation
 from prope.runtime.files import read_json
 from prope.sweep.grid import text_of
 from prope.workdir import run as run_dir
@@ -39,6 +39,7 @@ CONFIG = "config"
 NOT_OF_INIT = {f"model.{name}" for name in (*FIELDS, "dtype", "attention", "remat", "scan_layers")}
 NOT_OF_BATCHES = {"data.cache_dir", "data.num_workers"}
 METRICS = ("eval_loss", "perplexity", "bits_per_byte")
+CHANGES = ("encoding", "factor", "window", "sinks")  # of a model, in a record; None: as it is
 # What two runs with different hashes did, and the remedy.
 UNEQUAL = {
     "init": ("did not start equal", "train them anew with one version of the code"),
@@ -103,8 +104,7 @@ class Run:
             "step": self.step,
             "loss": self.metrics[-1]["loss"] if self.metrics else None,
             "eval_loss": evaluation.get("loss"),
-            "perplexity": evaluation.get("perplexity"),
-            "bits_per_byte": evaluation.get("bits_per_byte"),
+            **{name: evaluation.get(name) for name in METRICS[1:]},
             "init_hash": self.init_hash,
             "state": self.state,
         }
@@ -172,6 +172,12 @@ def read_entries(directory: epath.Path) -> list[dict]:
     return sweep["runs"]
 
 
+def unfinished_entries(directory: epath.Path, runs: Iterable[Run]) -> list[dict]:
+    """Selects the entries of planned runs that are not finished; a `reason` tells why, if known."""
+    finished = {run.name for run in runs if run.state == "finished"}
+    return [entry for entry in read_entries(directory) if entry["name"] not in finished]
+
+
 def _documents_and_length(evaluation: dict) -> tuple[str | None, int | None]:
     return evaluation.get("fingerprint"), evaluation.get("seq_len")
 
@@ -185,7 +191,8 @@ def read_sweep(directory: epath.Path) -> list[Run]:
         if config is not None:
             runs.append(read_run(directory / entry["name"], entry["values"], config))
     if not runs:
-        problem = f"none of its {len(entries)} runs has started"
+        reasons = {entry.get("reason") or "not begun" for entry in entries}
+        problem = f"none of its {len(entries)} runs has started ({'; '.join(reasons)})"
         raise usage_error("--sweep", directory, problem, "run it first")
     return on_common_windows(runs)
 
@@ -290,13 +297,12 @@ def find_changed(run: Run, record: dict) -> tuple[dict, ...]:
 
     They are on the same windows; () without both, or without their losses.
     """
-    changes = ("encoding", "factor", "window", "sinks")
-    fields = {name: record.get(name) for name in ("seq_len", *changes)}
+    fields = {name: record.get(name) for name in ("seq_len", *CHANGES)}
     if run.metrics:  # an import has no data of its own
         fields["dataset"] = run.config.data.dataset
     plain = [*run.dropped, *run.evaluations]
     step = run.last_step
-    found = find_pair(run.evaluations, plain, dict.fromkeys(changes), step=step, **fields)
+    found = find_pair(run.evaluations, plain, dict.fromkeys(CHANGES), step=step, **fields)
     return found if found and has_losses(*found) else ()
 
 
@@ -339,10 +345,9 @@ def read_documents(pairs: list[Pair]) -> list[Sums] | None:
 def _place_of(pair: Pair) -> dict:
     """Returns the arguments with which `read_difference` reads the sums of a pair."""
     run, other, record, other_record = pair
-    changed = ("encoding", "factor", "window", "sinks")
-    names = ("step", "dataset", *changed, *SAME_WINDOWS)
+    names = ("step", "dataset", *CHANGES, *SAME_WINDOWS)
     fields = {name: record.get(name) for name in names}
-    other_fields = {name: other_record.get(name) for name in changed}
+    other_fields = {name: other_record.get(name) for name in CHANGES}
     return {
         "workdir_a": run.workdir,
         "workdir_b": other.workdir,
@@ -354,22 +359,31 @@ def _place_of(pair: Pair) -> dict:
 def table(runs: Iterable[Run]) -> list[dict]:
     """Makes a row per group: means over its finished runs, and their standard deviations.
 
-    A standard deviation, such as `eval_loss_sd`, is None for a single run.
+    A standard deviation, such as `eval_loss_sd`, is None for a single run. `runs` counts those with
+    a loss; `seeds` are theirs: means over other seeds do not compare.
     """
     by_name = groups(runs)
     fields = {name: None for group in by_name.values() for name in group[0].values if name != SEED}
     rows = []
     for group in by_name.values():
-        records = [run.record() for run in group if run.state == "finished"]
+        finished = [run for run in group if run.state == "finished"]
+        scored = [run for run in finished if run.evaluation["loss"] is not None]
+        records = [run.record() for run in scored]
         row = {name: group[0].values.get(name) for name in fields}
         row["rotated_pairs"] = rotated_pairs(group[0].config.model)
         row["runs"] = len(records)
+        row["seeds"] = sorted(run.config.seed for run in scored)
         for name in METRICS:
             values = [record[name] for record in records if record[name] is not None]
             row[name] = statistics.fmean(values) if values else None
-            row[f"{name}_sd"] = statistics.stdev(values) if len(values) > 1 else None
+            row[f"{name}_sd"] = deviation(values)
         rows.append(row)
     return rows
+
+
+def have_same_seeds(rows: Iterable[dict]) -> bool:
+    """Tells whether all rows with a loss are means over the same seeds."""
+    return len({tuple(row["seeds"]) for row in rows if row["seeds"]}) < 2
 
 
 def table_text(rows: list[dict]) -> str:

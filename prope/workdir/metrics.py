@@ -188,7 +188,8 @@ class EventFiles(contextlib.AbstractContextManager):
 class MetricWriter(contextlib.ExitStack):
     """Writes metrics to files, and shows them: a bar on a terminal, lines in a log.
 
-    The metrics of a step are fetched from the device after the next step was dispatched.
+    The metrics of a step are fetched from the device after the next step was dispatched, which on
+    a CPU may return when that one has ended. So a thread notes when a step ends.
     """
 
     def __init__(
@@ -220,7 +221,8 @@ class MetricWriter(contextlib.ExitStack):
         self._bar = self.enter_context(bar)
         if show_bar:
             self.enter_context(logging_redirect_tqdm([log]))  # lines stand above the bar
-        self._pending: tuple[int, dict[str, jax.Array]] | None = None
+        # Step, metrics, seconds of waiting for data before it, and when it ends.
+        self._pending: tuple[int, dict[str, jax.Array], float, futures.Future] | None = None
         self._began = time.perf_counter()
         self._data_wait = 0.0
         self._logged = (start, 0.0, 0.0)  # step, seconds of training, seconds of waiting for data
@@ -248,7 +250,9 @@ class MetricWriter(contextlib.ExitStack):
         be skipped.
         """
         self._report()
-        self._pending = (step, metrics)
+        end = futures.Future()
+        threading.Thread(target=_note_end, args=(metrics, end), daemon=True).start()
+        self._pending = (step, metrics, self._data_wait, end)
 
     def evaluation(self, step: int, record: dict) -> None:
         """Writes and shows an evaluation."""
@@ -277,17 +281,15 @@ class MetricWriter(contextlib.ExitStack):
     def summary(self, init_hash: str) -> dict:
         """Returns what the command prints; what the last step has no record of is None."""
         evaluation = self.evaluated(self._stop) or {}
-        last = {"loss": None, "tokens_per_second": None}
-        for record in read_jsonl(self._workdir / "metrics.jsonl"):
-            if record["step"] == self._stop:
-                last = record
+        records = read_jsonl(self._workdir / "metrics.jsonl")
+        last = {record["step"]: record for record in records}.get(self._stop, {})
         step, seconds, _ = self._logged
-        speed = last["tokens_per_second"]
+        speed = last.get("tokens_per_second")
         if seconds:  # over all steps of this start
             speed = (step - self._start) * self._step_tokens / seconds
         return {
             "step": self._stop,
-            "loss": last["loss"],
+            "loss": last.get("loss"),
             "eval_loss": evaluation.get("loss"),
             **{name: evaluation.get(name) for name in _EVALUATION},
             "rope_percentage": self._config.model.rope_percentage,
@@ -301,7 +303,7 @@ class MetricWriter(contextlib.ExitStack):
         """Fetches the metrics of the pending step; writes and shows those to be logged."""
         if self._pending is None:
             return
-        step, arrays = self._pending
+        step, arrays, data_wait, end = self._pending
         self._pending = None
         batch_hash = f"{int(arrays.pop('batch_hash')):08x}"
         metrics = {name: float(value) for name, value in arrays.items()}
@@ -314,15 +316,14 @@ class MetricWriter(contextlib.ExitStack):
             return
         record = {"step": step, **metrics, "batch_hash": batch_hash}
         record["learning_rate"] = float(learning_rate(self._config)(step - 1))
-        record |= self._measure_speed(step)
+        record |= self._measure_speed(step, end.result() - self._began, data_wait)
         self._files.write("metrics.jsonl", "train", record)
         self._show(record)
 
-    def _measure_speed(self, step: int) -> dict[str, float | None]:
+    def _measure_speed(self, step: int, seconds: float, data_wait: float) -> dict:
         """Measures speed since the last logged step, and memory; what is not known is None."""
         last, last_seconds, last_wait = self._logged
-        seconds = time.perf_counter() - self._began
-        self._logged = (step, seconds, self._data_wait)
+        self._logged = (step, seconds, data_wait)
         step_seconds = (seconds - last_seconds) / (step - last)
         flops_per_device = self._step_flops / step_seconds / jax.device_count()
         memory = jax.local_devices()[0].memory_stats() or {}
@@ -333,7 +334,7 @@ class MetricWriter(contextlib.ExitStack):
             "mfu": flops_per_device / self._peak_flops if self._peak_flops else None,
             "memory_bytes": memory.get("bytes_in_use"),
             "peak_memory_bytes": memory.get("peak_bytes_in_use"),
-            "data_wait_ms": 1000 * (self._data_wait - last_wait) / (step - last),
+            "data_wait_ms": 1000 * (data_wait - last_wait) / (step - last),
         }
 
     def _show(self, record: dict) -> None:
@@ -373,6 +374,13 @@ class MetricWriter(contextlib.ExitStack):
         record = {"step": step, "in_a_row": self._skips_in_a_row}
         record |= {name: str(value) for name, value in metrics.items()}  # JSON has no nan
         self._files.write("skips.jsonl", "skips", record)
+
+
+def _note_end(metrics: dict[str, jax.Array], end: futures.Future) -> None:
+    """Waits for a step's metrics, and tells the time; an error is left to who fetches them."""
+    with contextlib.suppress(Exception):
+        jax.block_until_ready(metrics)
+    end.set_result(time.perf_counter())
 
 
 def _skips_before(workdir: epath.Path, step: int) -> int:

@@ -22,8 +22,6 @@ from support.text import read_lines
 from prope import sharding
 from prope.config import default_config
 from prope.cost.flops import busiest_part
-from prope.data.store.arrays import Store
-from prope.data.tokenizer import GEMMA_IDS
 from prope.inference.losses import LossEvaluation
 
 
@@ -102,8 +100,8 @@ def test_a_run_may_move_between_whole_and_split_sequences(train, tmp_path, cache
     assert_same_evaluations(run, straight)
 
 
-def check_unknown():
-    """Counts the <unk> of windows that are split over four devices."""
+def check_targets():
+    """Scores windows that are split over four devices."""
     config = default_config()
     config.model.update({"num_layers": 1, "embed_dim": 16, "head_dim": 8, "hidden_dim": 16})
     config.data.seq_len = 1024
@@ -115,18 +113,17 @@ def check_unknown():
     }
     mesh = sharding.make_mesh(context=4)
     batch = sharding.global_batch(mesh, integers | {"weights": weights}, 4)
-    windows = SimpleNamespace(store=Store("", "", {}))
-    evaluation = SimpleNamespace(config=config, windows=windows)
+    evaluation = SimpleNamespace(config=config, windows=None)
     with sharding.use(mesh):
         params = initial_params(config.model)
         score = functools.partial(LossEvaluation._score, evaluation)
         scores = jax.jit(score)(params, batch)
-    is_unknown = (integers["targets"] == GEMMA_IDS.unk) & (weights > 0)
-    np.testing.assert_array_equal(scores["unknown_tokens"], is_unknown.sum(axis=1))
+    np.testing.assert_array_equal(scores["targets"], integers["targets"])
+    np.testing.assert_array_equal(scores["weights"], weights)
 
 
-def test_unknown_tokens_of_split_sequences_are_counted_by_window():
-    on_eight_devices(__file__, "check_unknown")
+def test_targets_of_split_sequences_are_returned_by_window():
+    on_eight_devices(__file__, "check_targets")
 
 
 COMPILE = """

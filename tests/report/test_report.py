@@ -27,6 +27,7 @@ from prope.errors import UsageError
 from prope.html import drawing
 from prope.inference import paired
 from prope.inference.statistics import average_seeds
+from prope.inference.statistics import deviation as deviation_of
 from prope.sweep import comparisons, context, interventions, pictures, run_page, runs
 from prope.sweep import page as sweep_page
 from prope.sweep.run_page import report_run
@@ -676,6 +677,119 @@ def test_declared_contrasts_are_corrected_for_their_number(sweep, monkeypatch):
     assert column(rows, 0) == ["p = 0.25 minus p = 1", "p = 0 minus p = 0.25"]
     assert column(rows, 4) == [f"{p:.2g}" for p in expected]
     assert column(rows, 5) == ["when 6 runs had a result"] * 2
+
+
+def lose_evaluation(folder):
+    (folder / "eval.jsonl").unlink()
+
+
+def lose_predicted_tokens(folder):
+    records = read_lines(folder / "eval.jsonl")
+    write_lines(folder / "eval.jsonl", [one | UNPREDICTED | {"by_position": []} for one in records])
+
+
+@pytest.mark.parametrize("p", PERCENTAGES)
+@pytest.mark.parametrize("lose", [shutil.rmtree, lose_evaluation, lose_predicted_tokens])
+def test_means_over_different_seeds_have_no_best(sweep, lose, p, undrawn, caplog):
+    """On the page, in JSON, in the terminal: the lowest mean is that of an easy seed."""
+    for folder in (run_folder(sweep, p, seed) for seed in SEEDS):
+        for path in folder.glob("eval.jsonl"):
+            easy = {"loss": 0.5, "perplexity": math.exp(0.5)}
+            records = [one | easy for one in read_lines(path) if one["loss"] < 2]
+            write_lines(path, records)
+    assert [row["selected_best"] for row in sweep_page.report_sweep(sweep)["table"]].count(
+        True
+    ) == 1
+    lose(run_folder(sweep, p, 1))
+    result = sweep_page.report_sweep(sweep)
+    assert not any(row["selected_best"] for row in result["table"])
+    assert [row["seeds"] for row in result["table"]] == [
+        [0] if q == p else [0, 1] for q in PERCENTAGES
+    ]
+    page = Page(sweep / "report/index.html")
+    for claim in ("selected best", "has the lowest", "selected as the best"):
+        assert claim not in page.text.replace("marked as the selected best", "")
+    assert "over different seeds" in page.text
+    text = runs.table_text(runs.table(runs.read_sweep(sweep)))
+    assert "seeds" in text and "[0, 1]" in text and "[0] " in text
+
+
+def test_groups_of_which_all_runs_failed_leave_a_best_among_the_others(sweep, undrawn):
+    for seed in SEEDS:
+        lose_evaluation(run_folder(sweep, 0.25, seed))
+    rows = sweep_page.report_sweep(sweep)["table"]
+    others = [finals(sweep, p, "perplexity").mean() for p in (0.0, 1.0)]
+    expected = [others[0] < others[1], False, others[1] < others[0]]
+    assert [row["selected_best"] for row in rows] == expected
+
+
+def test_runs_that_are_not_finished_are_named_with_the_reason(sweep, undrawn):
+    """By what the sweep knows; how far a run got by its files, if it is still to be trained."""
+    killed = run_folder(sweep, 0.25, 1).name
+    shutil.rmtree(sweep / killed)  # before it wrote anything
+    lose_evaluation(run_folder(sweep, 0, 0))
+    path = sweep / "sweep.json"
+    entries = json.loads(path.read_text())
+    for entry in entries["runs"]:
+        entry["reason"] = "signal SIGKILL" if entry["name"] == killed else None
+        if entry["name"] == run_folder(sweep, 1.0, 0).name:
+            entry["reason"] = "exit code 1, of before it was finished by hand"
+    path.write_text(json.dumps(entries))
+    expected = {
+        run_folder(sweep, 0, 0).name: "unfinished",
+        killed: "signal SIGKILL",
+        "to come": "not begun",
+    }
+    entries = sweep_page.report_sweep(sweep)["unfinished"]
+    reasons = {entry["name"]: entry.get("reason") for entry in entries}
+    assert reasons == {name: "signal SIGKILL" if name == killed else None for name in expected}
+    page = Page(sweep / "report/index.html")
+    assert dict(table_with(page, "why")) == expected
+    assert "4 of 7 runs finished; 3 are not" in page.text
+
+
+@pytest.mark.parametrize(
+    ("losses", "deviation"),
+    [
+        ([2.0, 2.0 + 4e-16], 0.0),
+        ([0.1 + 0.2, 0.3], 0.0),
+        ([1e3 / 3, 1e3 / 3 + 1e-13, 1e3 / 3], 0.0),
+        ([2.0, 2.0 + 2e-9], math.sqrt(2) * 1e-9),
+    ],
+)
+def test_rounding_is_no_deviation(sweep, losses, deviation):
+    """Nor does a mean of two differences that are equal but for it tell two methods apart."""
+    assert deviation_of(losses) == pytest.approx(deviation, rel=1e-6)
+    differences = [2.3 - 2.0, 0.3, 0.1 + 0.2]
+    assert 0 < statistics.stdev(differences) < 1e-15
+    apart = average_seeds(differences)
+    assert apart.difference == pytest.approx(0.3)
+    assert (apart.stderr, apart.interval(), apart.p_value) == (None, None, None)
+    assert not apart.distinguishable
+    for p in PERCENTAGES:
+        for seed in SEEDS:
+            path = run_folder(sweep, p, seed) / "eval.jsonl"
+            loss = 2 + 0.1 * seed - 0.3 * (p < 1)
+            values = {"loss": loss, "perplexity": math.exp(loss)}
+            write_lines(path, [one | values for one in read_lines(path)])
+    rows = read_rows(sweep)[1]
+    assert [row["difference"] and row["difference"].stderr for row in rows] == [None] * 3
+    text = write_page(sweep).text
+    assert "Equal differences cannot tell whether that is more than chance" in text
+    assert "distinguishable" not in text.replace("cannot tell", "")
+
+
+def test_one_of_something_is_no_plural(sweep, undrawn):
+    """A single comparison and contrast, declared when a single run had a result."""
+    for path in sweep.glob("rope_percentage=0.25,*"):
+        shutil.rmtree(path)
+    comparisons.declare(sweep, sweep, ["p=0,p=1"])
+    path = sweep / "contrasts.jsonl"
+    write_lines(path, [record | {"evaluated": 1} for record in read_lines(path)])
+    sweep_page.report_sweep(sweep)
+    text = Page(sweep / "report/index.html").text
+    assert "when 1 run had" in text
+    assert not re.search(r"\b1 (runs|seeds|comparisons|contrasts|windows)\b", text)
 
 
 # --- Losses by length, with and without what is far back ------------------------------------------

@@ -1,5 +1,6 @@
 """A sweep as a user runs it: what it leaves, what it proves, and that kills change nothing."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -17,7 +18,7 @@ from support.sweeps import Page
 from support.text import read_lines
 
 from prope.config import default_config, from_dict
-from prope.sweep import execute
+from prope.sweep import execute, runs
 from prope.sweep.grid import plan
 from prope.sweep.runs import read_run
 
@@ -442,6 +443,49 @@ def test_what_a_launcher_that_ends_has_done(codes, state, recorded, tmp_path):
         assert sweep.result()["runs"][0]["state"] == state
     assert not processes.codes and len(processes.commands) == len(codes)
     assert (tmp_path / "launched/seed=0").exists() == recorded
+
+
+class Killed(BaseException):
+    """The sweep's own process is killed."""
+
+
+@pytest.mark.parametrize(
+    ("codes", "reason"),
+    [
+        ([-9] * 4, "signal SIGKILL"),
+        ([76] * 4, "exit code 76"),
+        ([2], "exit code 2"),
+        ([0], "ended without an evaluation of step 1000"),
+        ([Killed()], "was started, and has not ended"),
+        (["75"], "was started, and has not ended"),
+    ],
+)
+def test_a_run_that_has_no_files_is_told_with_why_it_failed(codes, reason, tmp_path):
+    """In the sweep's file and JSON, and by the report, also after the sweep was begun again."""
+    config = default_config()
+    grids = [{"seed": [0, 1]}]
+    first, other = plan(grids, "file.py", config, {})
+
+    class Children(ListedCodes):
+        def run(self, command, lock):
+            if isinstance(self.codes[0], Killed):
+                raise self.codes[0]
+            return super().run(command, lock)
+
+    path = epath.Path(tmp_path)
+    sweep = execute.Sweep(path, [first, other], [])
+    sweep.record = {"config": config.to_dict(), "init_from": None}
+    with contextlib.suppress(Killed, SystemExit):
+        sweep.execute(Children([*codes, 1]), 0)
+    told = execute.check_same_sweep(path, [first, other], grids, config)
+    assert told["seed=0"] == reason
+    entries = runs.unfinished_entries(path, [])
+    assert [entry["reason"] for entry in entries] == [reason, told.get("seed=1")]
+    assert reason in refusal(lambda: runs.read_sweep(path))
+    by_name = dict(zip(("seed=0", "seed=1"), sweep.result()["runs"], strict=True))
+    assert {name: run["reason"] for name, run in by_name.items()} == {
+        name: told.get(name) for name in by_name
+    }
 
 
 @pytest.mark.parametrize("launcher", ["", "  ", "sbatch 'x", "no-such-program"])

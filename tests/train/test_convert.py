@@ -1,15 +1,24 @@
 """Training that begins from another run: its encoding before and after, recovery, what has left."""
 
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import pytest
 from support.commands import ROOT, logged
 from support.models import same, small
 from support.runs import NO_WINDOWS, make_run
-from support.text import read_lines
+from support.text import articles, read_lines, write_lines
 
 from prope.config import LEFT, default_config, from_dict
 from prope.errors import UsageError
+from prope.hf.importer import import_run, set_training
+from prope.runtime.validate import validate
 from prope.step import prepare
 from prope.sweep.grid import read_grids
 from prope.sweep.recovery import compare, recoveries
@@ -109,6 +118,92 @@ def test_a_model_is_back_once_it_stays_within_the_bound():
     expected = {"back": ("rope", 720), "never": ("rope, seed 1", None), "at once": ("rope", 0)}
     assert found == expected
     assert compare(runs[2], runs[0], within=0.031).tokens == 240
+
+
+# --- The recipe -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def imported(run_and_export, tmp_path_factory):
+    """A run that was exported, and imported again."""
+    exported = run_and_export / "hf"
+    workdir = tmp_path_factory.mktemp("imported") / "W"
+    import_run(exported, workdir)
+    return workdir
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """The commands of "From RoPE to p-RoPE" as configs/README.md has them, for a run W."""
+    page = (ROOT / "configs/README.md").read_text()
+    section = page.partition("## From RoPE to p-RoPE\n")[2].partition("\n## ")[0]
+    block = re.search(r"```text\n(.*?)```", section, re.DOTALL)[1]
+    (tmp_path / "text").mkdir()
+    write_lines(tmp_path / "text/a.jsonl", [{"text": text} for text in articles()])
+
+    def fill_in(workdir) -> list[list[str]]:
+        places = {"W": str(workdir), "S": str(tmp_path / "S"), "DATA": str(tmp_path / "text")}
+        words = [shlex.split(line, comments=True) for line in block.splitlines()]
+        return [
+            [re.sub(r"(?<==)(W|S|DATA)\b", lambda name: places[name[1]], word) for word in line]
+            for line in words
+        ]
+
+    return fill_in
+
+
+@pytest.mark.parametrize("kind", ["imported", "trained"])
+def test_the_recipe_is_taken_as_it_is_written(recipe, kind, request, cache_dir):
+    workdir = request.getfixturevalue(kind)
+    workdir = workdir[0] if kind == "trained" else workdir
+    (_, *sweep), (_, *report) = recipe(workdir)
+    env = os.environ | {"PROPE_CACHE": str(cache_dir), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, ROOT / sweep[0], *sweep[1:], "--dry-run"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *commands, _ = done.stdout.splitlines()
+    assert len(commands) == 4
+    assert all(f"--init_from={workdir}" in words for words in map(shlex.split, commands))
+    assert report[:2] == ["-m", "prope.report"]
+
+
+@pytest.mark.slow
+def test_the_recipe_trains_and_is_reported(recipe, imported, cache_dir):
+    """With fewer and smaller steps."""
+    (_, *sweep), (_, *report) = recipe(imported)
+    small = ["--config.num_steps=4", "--config.data.seq_len=64", "--config.eval.max_windows=2"]
+    env = os.environ | {"PROPE_CACHE": str(cache_dir), "PYTHONPATH": str(ROOT)}
+    for command in ([ROOT / sweep[0], *sweep[1:], *small], report):
+        done = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert {run["state"] for run in result["runs"]} == {"finished"}
+    assert len(result["recovery"]) == 3
+
+
+# Parameters, and the peak of the learning rate as pages of published models have it, or its bound.
+RATES = [(10**5, 1e-4), (134_515_008, 1e-4), (10**9, 4e-5), (4 * 10**9, 2e-5), (8 * 10**9, 1e-5)]
+RATES += [(70 * 10**9, 1e-5)]
+
+
+@pytest.mark.parametrize(("parameters", "rate"), RATES)
+@pytest.mark.parametrize(("seq_len", "windows"), [(512, 32), (8192, 2), (131_072, 1)])
+def test_an_import_is_for_fine_tuning(parameters, rate, seq_len, windows):
+    config = default_config()
+    config.data.seq_len = seq_len
+    set_training(config, parameters)
+    validate(config)
+    assert config.optimizer.learning_rate == pytest.approx(rate)
+    assert config.optimizer.final_learning_rate == pytest.approx(rate / 10)
+    assert config.batch_size == windows
+
+
+def test_an_imported_run_has_them(imported):
+    config = read_config(imported)
+    assert config.optimizer.learning_rate == 1e-4
+    assert config.batch_size * config.data.seq_len == 16_384
 
 
 # --- Fields that have left ------------------------------------------------------------------------

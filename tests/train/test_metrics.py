@@ -4,7 +4,10 @@ import contextlib
 import errno
 import math
 import os
+import threading
+import time
 import types
+from concurrent import futures
 
 import numpy as np
 import pytest
@@ -246,3 +249,68 @@ def test_the_larger_the_files_the_more_seldom_they_are_written(bucket, monkeypat
                 records._upload and records._upload.result()
     assert len([at for at in written if at <= 20 * 31]) >= 19
     assert len([at for at in written if at > 20 * 31]) <= 4
+
+
+# --- The time of a step ---------------------------------------------------------------------------
+
+
+class OnDevice:
+    """A number that a device has not computed yet; whoever asks for it waits."""
+
+    def __init__(self):
+        self.ready = threading.Event()
+
+    def block_until_ready(self):
+        self.ready.wait()
+        return self
+
+    def __float__(self):
+        return float(self.block_until_ready() is not None)
+
+    def __int__(self):
+        return int(float(self))
+
+
+SECONDS = [0.4, 0.05, 0.25, 0.05]  # of the steps
+
+
+@pytest.mark.parametrize("dispatch", ["returns at once", "waits for the step"])
+@pytest.mark.parametrize("slow_batch", [None, 1, 3])
+def test_a_steps_time_and_wait_are_its_own(tmp_path, dispatch, slow_batch):
+    """Whatever dispatch does, and where a batch is waited for while no step is computed."""
+    config = default_config()
+    config.update({"log_every": 1, "num_steps": len(SECONDS)})
+    with metrics.MetricWriter(config, epath.Path(tmp_path), 0, 1, 1e9, None) as first:
+        number = np.float32(1)  # its imports take long
+        first.step(1, {"loss": number, "grad_norm": number, "batch_hash": number})
+        with first.pause():
+            pass
+    with (
+        futures.ThreadPoolExecutor(1) as device,
+        metrics.MetricWriter(config, epath.Path(tmp_path), 0, len(SECONDS), 1e9, None) as writer,
+    ):
+        ends = [time.perf_counter()]
+        for step, seconds in enumerate(SECONDS, 1):
+            with writer.waiting_for_data():
+                time.sleep(0.3 if step == slow_batch else 0)
+            value = OnDevice()
+
+            def compute(value=value, seconds=seconds):
+                time.sleep(seconds)
+                ends.append(time.perf_counter())
+                value.ready.set()
+
+            computed = device.submit(compute)
+            if dispatch == "waits for the step" or slow_batch == step + 1:
+                computed.result()
+            writer.step(step, {"loss": value, "grad_norm": value, "batch_hash": value})
+        with writer.pause():
+            time.sleep(0.3)
+    records = lines(tmp_path / "metrics.jsonl")
+    found = [record["step_seconds"] for record in records]
+    assert found == pytest.approx(np.diff(ends).tolist(), abs=0.04)
+    tokens = config.batch_size * config.data.seq_len
+    speeds = [record["tokens_per_second"] for record in records]
+    assert speeds == pytest.approx([tokens / seconds for seconds in found])
+    waits = [record["data_wait_ms"] > 250 for record in records]
+    assert waits == [step == slow_batch for step in range(1, 5)]
