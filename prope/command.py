@@ -130,9 +130,9 @@ def prepare(define_flags: Callable[[], None], doc: str, uses_devices: bool = Tru
     # Pictures are written into files. A notebook names a backend that may not be installed here.
     os.environ["MPLBACKEND"] = "agg"
     try:
-        _parse_flags(sys.argv, _define(define_flags))
         if uses_devices:
             _check_platforms()
+        _parse_flags(sys.argv, _define(define_flags))
     except Exception as error:
         message, code = _describe_error(error)
         print(message, file=sys.stderr)
