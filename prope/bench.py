@@ -62,11 +62,13 @@ def main() -> dict:
     from prope.runtime import processes
 
     _refuse_other_modes()
-    if FLAGS.attention:
+    if FLAGS.attention or FLAGS.rope:
         shape = _parse_shape()
+        processes.check_count()
+    if FLAGS.attention:
         return processes.call_on_first(lambda: bench_attention(shape))
     if FLAGS.rope:
-        arguments = (_parse_shape(), FLAGS.dtype, FLAGS.rope_percentage)
+        arguments = (shape, FLAGS.dtype, FLAGS.rope_percentage)
         return processes.call_on_first(lambda: bench_rope(*arguments))
     if FLAGS.peer:
         from prope.hf.peer import bench_peer

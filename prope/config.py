@@ -285,8 +285,8 @@ FIELDS = {
     "model.rope_scaling_factor": Field(1.0, "s, by how much the length grows", _AT_LEAST_1),
     "model.scaled_pairs": Field(
         (),
-        "for stop, remove and interpolate: first and last pair of the band, or bands with layers "
-        "as in ('0-3@full',)",
+        "for stop, remove and interpolate: first and last pair of the band, as in 0,3, or bands "
+        "with layers, as in 0-3@full,4-5",
     ),
     "model.original_seq_len": Field(
         int, "length of training that types and scalings go by", _AT_LEAST_1
@@ -306,8 +306,8 @@ FIELDS = {
     "model.logit_scale_coefficient": Field(float, "for drope: c in 1 + c ln s"),
     "model.layer_types": Field(
         (),
-        "pattern of sliding_attention and full_attention that the layers repeat, the last time "
-        "perhaps in part; empty: all full",
+        "pattern that the layers repeat, the last time perhaps in part, as in "
+        "sliding_attention,full_attention; empty: all full",
         _known_layers,
         _at_most_layers,
     ),
