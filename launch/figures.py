@@ -5,6 +5,7 @@
 The file is the same after every call.
 """
 
+import os
 import pathlib
 import sys
 
@@ -63,6 +64,7 @@ def _main(arguments: list[str]) -> None:
     if arguments:
         print(f"error: {arguments[0]!r}: unexpected argument; there are none", file=sys.stderr)
         sys.exit(2)
+    os.environ["MPLBACKEND"] = "agg"  # a notebook names one that may not be installed here
     import matplotlib
 
     matplotlib.rcParams.update({"svg.hashsalt": "prope", "svg.fonttype": "none"})

@@ -26,7 +26,6 @@ JAX leaves to torch: XLA_PYTHON_CLIENT_MEM_FRACTION=0.45.
 
 from absl import flags
 from absl.flags import FLAGS
-from ml_collections import config_flags
 
 from prope import command
 from prope.errors import UsageError, usage_error
@@ -34,9 +33,7 @@ from prope.errors import UsageError, usage_error
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    config_flags.DEFINE_config_file(
-        "config", None, "the run's config file, such as configs/quickstart.py"
-    )
+    command.define_config()
     flags.DEFINE_integer(
         "steps", 10, "timed steps, after two untimed ones; the median counts", lower_bound=1
     )
@@ -63,14 +60,15 @@ def main() -> dict:
     """Measures; returns the times."""
     from prope.cost.bench import bench_attention, bench_rope, bench_step
     from prope.runtime import processes
-    from prope.runtime.validate import validate
 
     _refuse_other_modes()
-    if FLAGS.attention:
+    if FLAGS.attention or FLAGS.rope:
         shape = _parse_shape()
+        processes.check_count()
+    if FLAGS.attention:
         return processes.call_on_first(lambda: bench_attention(shape))
     if FLAGS.rope:
-        arguments = (_parse_shape(), FLAGS.dtype, FLAGS.rope_percentage)
+        arguments = (shape, FLAGS.dtype, FLAGS.rope_percentage)
         return processes.call_on_first(lambda: bench_rope(*arguments))
     if FLAGS.peer:
         from prope.hf.peer import bench_peer
@@ -82,7 +80,6 @@ def main() -> dict:
     if FLAGS.config is None:
         what = "its training step, or --rope, --attention or --peer"
         raise UsageError(f"prope.bench needs --config=FILE to measure {what}")
-    validate(FLAGS.config)
     return bench_step(FLAGS.config, FLAGS.steps)
 
 

@@ -2,8 +2,8 @@
 
 A command is a module with `define_flags()`, `main() -> dict` and, at its end,
 `command.run(main, define_flags)`. Its docstring is the text of `--help`. It imports JAX and its
-room inside `main`, so that `--help` answers at once. Logs go to stderr; the dictionary that `main`
-returns is printed to stdout as the last line.
+room inside `main`, so that `--help` and invalid input are answered at once. Logs go to stderr; the
+dictionary that `main` returns is printed to stdout as the last line.
 """
 
 import contextlib
@@ -22,11 +22,13 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from absl import flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
+from ml_collections.config_flags import tuple_parser
 
 from prope.config import FIELDS, describe_left, python_file
 from prope.errors import (
     INTERRUPTED,
+    NO_PLATFORM,
     UsageError,
     is_disk_full,
     log,
@@ -43,7 +45,8 @@ _FIELDS_HELP = (
     "with their defaults and meanings."
 )
 _ACCELERATORS = ("accel*", "vfio/*", "nvidia*", "kfd")  # device files of TPUs and GPUs
-_COMPILERS = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin")
+# Packages of which any brings JAX a platform, by its name in JAX_PLATFORMS.
+_PLUGINS = {"tpu": ["libtpu"], "cuda": ["jax_cuda12_plugin", "jax_cuda13_plugin"]}
 
 
 def run(
@@ -68,21 +71,20 @@ def run(
         first one prints.
       watches: whether it ends, to be started again, after an hour without progress.
     """
-    prepare(define_flags, main.__globals__["__doc__"], uses_devices)
+    if not flags.FLAGS.is_parsed():  # else `prepare` was called before other imports
+        prepare(define_flags, main.__globals__["__doc__"], uses_devices)
     _on_ctrl_c(_interrupt)
     sys.unraisablehook = _interrupt_later
-    _log_to_stderr()
     try:
-        _parse_flags(sys.argv, _define(define_flags))
         # From here on the imports import JAX.
         if uses_devices:
             from prope.runtime.environment import check_environment
 
             check_environment()
-        if uses_devices and not _accelerators():
-            from prope.runtime.memory import reuse_memory
+            if not _accelerators():
+                from prope.runtime.memory import reuse_memory
 
-            reuse_memory()
+                reuse_memory()
         if joins:
             from prope.runtime import processes, watchdog
 
@@ -103,8 +105,8 @@ def run(
         leave = os._exit  # at exit JAX clears its caches: a crash where a compilation was cut off
     except Exception as error:
         message, code = _describe_error(error)
-        if is_disk_full(error):
-            leave = os._exit  # at exit, libraries would write to the full disk once more
+        if is_disk_full(error) or isinstance(error, BrokenPipeError):
+            leave = os._exit  # at exit, Python and libraries would write there once more
     _on_ctrl_c(signal.SIG_DFL)  # leaving may take seconds
     with contextlib.suppress(Exception):  # stdout may be closed, or its disk full
         sys.stdout.flush()
@@ -113,7 +115,10 @@ def run(
 
 
 def prepare(define_flags: Callable[[], None], doc: str, uses_devices: bool = True) -> None:
-    """Answers --help with `doc` and the flags, or prepares for the import of JAX, which follows."""
+    """Answers --help with `doc`, or parses and checks what needs no JAX, whose import may follow.
+
+    Invalid flags, an invalid config or JAX_PLATFORMS end the process with one line.
+    """
     if {"--help", "-h"} & set(sys.argv[1:]):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
         print(_help_text(define_flags, doc), flush=True)
@@ -121,9 +126,35 @@ def prepare(define_flags: Callable[[], None], doc: str, uses_devices: bool = Tru
     _on_ctrl_c(_leave)
     if os.getpid() == 1:  # in a container: there a signal without a handler does nothing
         signal.signal(signal.SIGTERM, _terminate)
-    if uses_devices and not _accelerators() and any(map(importlib.util.find_spec, _COMPILERS)):
-        # Else these packages log errors where there is no TPU or GPU.
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    _log_to_stderr()
+    # Pictures are written into files. A notebook names a backend that may not be installed here.
+    os.environ["MPLBACKEND"] = "agg"
+    try:
+        if uses_devices:
+            _check_platforms()
+        _parse_flags(sys.argv, _define(define_flags))
+    except Exception as error:
+        message, code = _describe_error(error)
+        print(message, file=sys.stderr)
+        sys.exit(code)
+
+
+def _check_platforms() -> None:
+    """Raises UsageError where no platform that JAX_PLATFORMS names is installed.
+
+    Where it names none, chooses the CPU if there is no device of the others that are installed:
+    their packages would log errors.
+    """
+    find = importlib.util.find_spec
+    asked = os.environ.get("JAX_PLATFORMS")
+    installed = [name for name in _PLUGINS if any(map(find, _PLUGINS[name]))]
+    if not asked and installed and not _accelerators():
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    installed.append("cpu")
+    # JAX's other packages for platforms are in the namespace jax_plugins.
+    if asked and not find("jax_plugins") and set(asked.split(",")).isdisjoint(installed):
+        problem = f"is not installed, only {' and '.join(installed)}"
+        raise usage_error("JAX_PLATFORMS", asked, problem, NO_PLATFORM)
 
 
 def _log_to_stderr() -> None:
@@ -187,6 +218,20 @@ def define_place(name: str, default: str | None, help: str, by_seed: bool = Fals
     """Defines a flag whose value is a place, a local path or a URL; it may have {seed} if asked."""
     parser = _Place(f"--{name}", by_seed)
     flags.DEFINE(parser, name, default, help, serializer=flags.ArgumentSerializer())
+
+
+def define_config(help: str = "the run's config file, such as configs/quickstart.py") -> None:
+    """Defines --config, a config that must be valid as it is."""
+    config_flags.DEFINE_config_file("config", None, help)
+    flags.register_validator("config", _validate)
+
+
+def _validate(config: ConfigDict | None) -> bool:
+    if config is not None:
+        from prope.runtime.validate import validate
+
+        validate(config)
+    return True
 
 
 class _Place(flags.ArgumentParser):
@@ -296,8 +341,19 @@ class _OptionalNumber(flags.ArgumentParser):
         return None if argument == "None" else self._parser.parse(argument)
 
 
+class _Words(tuple_parser.TupleParser):
+    """Parses a tuple as Python writes it, or words: a,b is ("a", "b"), and no text is ()."""
+
+    def parse(self, argument):
+        value = super().parse(argument)
+        if value == (argument,):
+            value = tuple(re.findall(r"[^\s,()\[\]'\"]+", argument))
+        return value
+
+
 for _type, _parser in ((int, flags.IntegerParser()), (float, flags.FloatParser())):
     config_flags.register_flag_parser_for_type(_type, _OptionalNumber(_parser))
+config_flags.register_flag_parser_for_type(tuple, _Words())
 
 
 def _flag_error(error: Exception, argv: list[str], names: list[str]) -> str:

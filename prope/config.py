@@ -88,21 +88,6 @@ def _one_of(*choices: str) -> Rule:
     return _rule(lambda value: value in choices, f"must be one of {', '.join(choices)}")
 
 
-def _kind_of(field: str) -> Rule:
-    """Allows the kinds that `prope.encodings` has for a field."""
-
-    def rule(value):
-        # Imported here because it imports JAX, and --help answers without.
-        from prope.encodings import CHOICES
-
-        known = CHOICES[field]
-        if value not in known:
-            return f"there is none{nearest(value, known)}; must be one of {', '.join(known)}"
-        return None
-
-    return rule
-
-
 def _multiple_of(divisor: str) -> Relation:
     @Relation
     def relation(value, fields):
@@ -193,8 +178,8 @@ def _first_and_last_step(value, fields):
 def _known_layers(value):
     for kind in value:
         if kind not in LAYER_TYPES:
-            allowed = f"it takes {', '.join(LAYER_TYPES)}"
-            return f"there is no {kind}{nearest(kind, LAYER_TYPES)}; {allowed}"
+            remedy = f"give a pattern such as {','.join(LAYER_TYPES)}"
+            return f"there is no {kind}{nearest(str(kind), LAYER_TYPES)}; {remedy}"
     return None
 
 
@@ -283,7 +268,6 @@ FIELDS = {
         "proportional",
         "proportional (p-RoPE) | partial | reversed | cutoff | hard_clip | cope | rope_id: see "
         "prope/encodings.py",
-        _kind_of("rope_type"),
     ),
     "model.rope_cutoff": Field(
         float, "for rope_type=cutoff: pairs rotate whose period is at most this x original_seq_len"
@@ -297,13 +281,12 @@ FIELDS = {
         "none",
         "scaling of layers without a window: none | linear | ntk | dynamic | yarn | llama3; or an "
         "intervention on scaled_pairs: stop | remove | interpolate",
-        _kind_of("rope_scaling_type"),
     ),
     "model.rope_scaling_factor": Field(1.0, "s, by how much the length grows", _AT_LEAST_1),
     "model.scaled_pairs": Field(
         (),
-        "for stop, remove and interpolate: first and last pair of the band, or bands with layers "
-        "as in ('0-3@full',)",
+        "for stop, remove and interpolate: first and last pair of the band, as in 0,3, or bands "
+        "with layers, as in 0-3@full,4-5",
     ),
     "model.original_seq_len": Field(
         int, "length of training that types and scalings go by", _AT_LEAST_1
@@ -315,9 +298,7 @@ FIELDS = {
     "model.low_freq_factor": Field(1.0, "for llama3: pairs of fewer turns are slowed down by s"),
     "model.high_freq_factor": Field(4.0, "for llama3: pairs of more turns keep their frequency"),
     "model.logit_scale": Field(
-        "none",
-        "factor on the logits of layers without a window: none | yarn | drope",
-        _kind_of("logit_scale"),
+        "none", "factor on the logits of layers without a window: none | yarn | drope"
     ),
     "model.logit_scale_factor": Field(
         float, "for yarn and drope: s of logit_scale; None: rope_scaling_factor", _AT_LEAST_1
@@ -325,8 +306,8 @@ FIELDS = {
     "model.logit_scale_coefficient": Field(float, "for drope: c in 1 + c ln s"),
     "model.layer_types": Field(
         (),
-        "pattern of sliding_attention and full_attention that the layers repeat, the last time "
-        "perhaps in part; empty: all full",
+        "pattern that the layers repeat, the last time perhaps in part, as in "
+        "sliding_attention,full_attention; empty: all full",
         _known_layers,
         _at_most_layers,
     ),

@@ -37,6 +37,7 @@ _OF_TENSORSTORE = re.compile(
     r"|DEADLINE_EXCEEDED|FAILED_PRECONDITION|ALREADY_EXISTS|OUT_OF_RANGE): "
 )
 # Remedies.
+NO_PLATFORM = "name another, such as cpu, or install it: source launch/setup.sh gpu (or tpu)"
 _FREE_SPACE = "what was saved before is whole: free some space, then run the same command again"
 _LESS_MEMORY = (
     "lower the batch size or the length of the windows; training also takes a higher "
@@ -123,6 +124,8 @@ def to_user_error(error: Exception) -> UsageError | RunFailed | Stopped | None:
     if vmem := vmem_error(str(error)):
         return vmem
     cause = first_line(error)
+    if isinstance(error, BrokenPipeError):
+        return RunFailed(f"{cause}: what reads the output has ended, as head does; use a file")
     if is_disk_full(error):
         return RunFailed(f"no space left on the device ({cause}); {_FREE_SPACE}")
     if isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED"):
@@ -165,7 +168,7 @@ def _file_error(error: Exception) -> RunFailed:
 
 def _is_outage(error: Exception) -> bool:
     """Returns whether storage or a network has failed in a way that may pass."""
-    if isinstance(error, TimeoutError | ConnectionError) and not isinstance(error, BrokenPipeError):
+    if isinstance(error, TimeoutError | ConnectionError):
         return True
     if isinstance(error, OSError):
         return error.errno in _OUTAGES

@@ -24,7 +24,6 @@ import os
 
 from absl import flags
 from absl.flags import FLAGS
-from ml_collections import config_flags
 
 from prope import command
 from prope.errors import usage_error
@@ -33,9 +32,7 @@ from prope.runtime import xla_flags
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    config_flags.DEFINE_config_file(
-        "config", None, "the run's config file, such as configs/gemma_2b_wiki.py"
-    )
+    command.define_config("the run's config file, such as configs/gemma_2b_wiki.py")
     kinds = "TPU and shape of a slice, or GPU and nodes x GPUs: v5e:4x4, v5p:4x4x4, h100:8x8"
     flags.DEFINE_string("topology", None, kinds)
     flags.DEFINE_integer("slices", 1, "number of slices of that shape", lower_bound=1)
@@ -56,10 +53,8 @@ def main() -> dict:
 
     from prope.cost.plan import plan, search
     from prope.cost.topology import as_if_attached, find_devices
-    from prope.runtime.validate import validate
 
     config = FLAGS.config
-    validate(config)
     # The planned devices are not here, and those that are here stay untouched.
     jax.config.update("jax_platforms", "cpu")
     options = {}

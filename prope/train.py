@@ -20,16 +20,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from prope import command
 
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    config_flags.DEFINE_config_file(
-        "config", None, "the run's config file, such as configs/quickstart.py"
-    )
+    command.define_config()
     command.define_place("workdir", None, "directory of the run: created, or resumed")
     command.define_place(
         "init_from",

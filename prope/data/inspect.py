@@ -8,16 +8,13 @@ and loss weights.
 
 from absl import flags
 from absl.flags import FLAGS
-from ml_collections import config_flags
 
 from prope import command
 
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    config_flags.DEFINE_config_file(
-        "config", None, "the run's config file, such as configs/quickstart.py"
-    )
+    command.define_config()
     flags.DEFINE_integer(
         "step", 0, "show the batch that a checkpoint of this step reads next", lower_bound=0
     )

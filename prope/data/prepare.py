@@ -7,25 +7,20 @@ Training does the same on first use. Rerun the same command to resume.
 
 from absl import flags
 from absl.flags import FLAGS
-from ml_collections import config_flags
 
 from prope import command
 
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    config_flags.DEFINE_config_file(
-        "config", None, "the run's config file, such as configs/quickstart.py"
-    )
+    command.define_config()
     flags.mark_flags_as_required(["config"])
 
 
 def main() -> dict:
     """Prepares the store; returns its path, size and fingerprint."""
     from prope.data.store.build import prepare
-    from prope.runtime.validate import validate
 
-    validate(FLAGS.config)
     return prepare(FLAGS.config)
 
 

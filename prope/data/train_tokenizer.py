@@ -8,14 +8,13 @@ model has Gemma's special ids, and every text decodes to its exact bytes.
 
 from absl import flags
 from absl.flags import FLAGS
-from ml_collections import config_flags
 
 from prope import command
 
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    config_flags.DEFINE_config_file("config", None, "the config file that names the dataset")
+    command.define_config("the config file that names the dataset")
     command.define_place("output", None, "file or URL to write, such as tokenizer.model")
     default = "config.model.vocab_size by default"
     flags.DEFINE_integer("vocab_size", None, f"ids of the tokenizer; {default}")

@@ -17,7 +17,6 @@ from prope.data.tokenizer import load_tokenizer, token_name
 from prope.data.windows import train_batch
 from prope.errors import usage_error
 from prope.runtime.files import write_output
-from prope.runtime.validate import validate
 
 _LINE_WIDTH = 110  # columns of text
 _CONTEXT = 3  # tokens shown on either side of a border
@@ -31,7 +30,6 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
 
     Returns what the command prints last.
     """
-    validate(config)
     data = config.data
     windows = open_windows(data, config.model.vocab_size, "train")
     rows = min(rows, config.batch_size)

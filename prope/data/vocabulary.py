@@ -21,7 +21,6 @@ from prope.data.store.pack import is_validation
 from prope.data.tokenizer import GEMMA_IDS, load_tokenizer
 from prope.errors import first_line, log, usage_error
 from prope.runtime.files import is_url, write_output
-from prope.runtime.validate import validate
 
 _LINE_BYTES = 4096  # SentencePiece leaves out lines above its limit
 _RESERVED_IDS = 4 + 256  # the special ones and the bytes
@@ -37,7 +36,6 @@ def train_tokenizer(
     about 30 times `sample_bytes`. Raises UsageError where the data or the size of the vocabulary
     does not fit.
     """
-    validate(config)
     path = epath.Path(output)
     if not is_url(path) and not path.parent.is_dir():
         raise usage_error("--output", output, f"there is no folder {path.parent}")

@@ -34,6 +34,7 @@ from jax.experimental import multihost_utils
 from prope.errors import (
     INTERRUPTED,
     LOST,
+    NO_PLATFORM,
     RunFailed,
     Stopped,
     StorageFailed,
@@ -102,7 +103,8 @@ def start(environ: Mapping[str, str] = os.environ) -> None:
     wanted = environ.get("PROPE_PROCESSES") or _default_processes(environ)
     if wanted == "1":
         return
-    log.info("joining the other processes; PROPE_PROCESSES=1 would run this one alone")
+    alone = "PROPE_PROCESSES=1 runs this one alone"
+    log.info("waiting for the other processes of PROPE_PROCESSES=%s; %s", wanted, alone)
     with watchdog.paused():  # they may come minutes apart
         _join(wanted)
     # JAX's runtime has taken the signal for itself.
@@ -217,9 +219,17 @@ def raise_on_all(kind: type[UsageError] = UsageError) -> Iterator[None]:
 
 
 def check_count() -> None:
-    """Raises UsageError where JAX runs in other processes: libtpu joins the hosts of a pod."""
-    if jax.process_count() != _count:
-        actual = f"{jax.process_count()} processes, of which this is number {jax.process_index()}"
+    """Initialises the devices, whose driver may join the hosts of a pod by itself, as libtpu does.
+
+    Raises UsageError where JAX finds no device, or runs in other processes than PROPE_PROCESSES.
+    """
+    try:
+        count = jax.process_count()
+    except (AssertionError, RuntimeError) as error:  # JAX asserts that there is a device
+        cause = f"JAX finds no such device ({first_line(error)})"
+        raise usage_error("JAX_PLATFORMS", jax.config.jax_platforms, cause, NO_PLATFORM) from error
+    if count != _count:
+        actual = f"{count} processes, of which this is number {jax.process_index()}"
         remedy = "set PROPE_PROCESSES=auto and start the same command on all hosts, or use one host"
         raise UsageError(f"PROPE_PROCESSES is {_count}, and JAX runs in {actual}: {remedy}")
 
@@ -309,9 +319,9 @@ def _join(wanted: str) -> None:
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         )
-    except ValueError as error:
+    except (KeyError, ValueError) as error:
         problem = f"JAX finds no cluster here ({error})"
-        remedy = "give PROPE_PROCESSES=I/N@HOST:PORT, as in 0/2@10.0.0.1:8476"
+        remedy = "give PROPE_PROCESSES=1, or I/N@HOST:PORT as in 0/2@10.0.0.1:8476"
         raise usage_error("PROPE_PROCESSES", wanted, problem, remedy) from None
     _set_abort_message(
         "another process of this run is gone, or cannot be reached: no sign of life for "
@@ -321,9 +331,13 @@ def _join(wanted: str) -> None:
 
 def _default_processes(environ: Mapping[str, str]) -> str:
     """Returns 'auto' where a launcher started several processes: each would train alone."""
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    tasks = environ.get("SLURM_STEP_NUM_TASKS") or "1"
     hosts = environ.get("TPU_WORKER_HOSTNAMES", "")
-    return "auto" if tasks != "1" or "," in hosts else "1"
+    if tasks == "1" and "," not in hosts:
+        return "1"
+    cause = "SLURM_STEP_NUM_TASKS=%s, TPU_WORKER_HOSTNAMES=%s: started with other processes"
+    log.info(cause, tasks, hosts)
+    return "auto"
 
 
 def _set_abort_message(line: str) -> None:

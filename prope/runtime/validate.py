@@ -1,7 +1,8 @@
 """Checks a config: single fields, then fields together, then how devices divide the batch.
 
 `validate` needs no device, no tokenizer and no data. The rules of single fields stand beside them
-in `prope/config.py`.
+in `prope/config.py`. Only the functions that import `encodings` or `sharding` import JAX, which
+takes longer than all other checks.
 """
 
 import math
@@ -11,7 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 from ml_collections import ConfigDict
 
-from prope import encodings, sharding
 from prope.config import EMBEDDED, FIELDS, GENERATED, LOSS_ON, check_fields, is_generated
 from prope.errors import UsageError, nearest, usage_error
 from prope.runtime.files import as_path
@@ -29,8 +29,8 @@ def validate(config: ConfigDict) -> None:
     """
     check_fields(config)
     _check_layers(config.model)
-    _check_encoding(config.model)
     _check_data(config.data)
+    _check_encoding(config.model)
 
 
 def _check_layers(model: ConfigDict) -> None:
@@ -56,6 +56,13 @@ def _check_layers(model: ConfigDict) -> None:
 
 def _check_encoding(model: ConfigDict) -> None:
     """Checks the fields of the encoding, and that its frequencies can be computed."""
+    from prope import encodings
+
+    for field, kinds in encodings.CHOICES.items():
+        kind = model[field]
+        if kind not in kinds:
+            problem = f"there is none{nearest(kind, kinds)}; must be one of {', '.join(kinds)}"
+            raise usage_error(f"config.model.{field}", kind, problem)
     _check_fields_of_kinds(model)
     if not encodings.can_rescale(model.rope_type, model.rope_scaling_type):
         problem = f"needs a wavelength, which rope_type={model.rope_type} has not"
@@ -70,6 +77,8 @@ def _check_encoding(model: ConfigDict) -> None:
 
 def _check_fields_of_kinds(model: ConfigDict) -> None:
     """Checks that the fields which rope_type and the like take have values, and no others."""
+    from prope import encodings
+
     required = {*encodings.CHOICES, "layer_types"}
     for field, kinds in encodings.CHOICES.items():
         required |= set(kinds[model[field]])
@@ -98,6 +107,8 @@ def _check_fields_of_kinds(model: ConfigDict) -> None:
 
 
 def _check_band(model: ConfigDict) -> None:
+    from prope import encodings
+
     pairs = tuple(model.scaled_pairs)
     try:
         masks = encodings.in_band(model)
@@ -141,6 +152,8 @@ def _check_data(data: ConfigDict) -> None:
 
 def _check_entry(name: str, entry: dict, tokenizer: str) -> None:
     """Checks what a source needs in a mixture: its weight, and data that can be mixed."""
+    if not isinstance(entry, dict):
+        raise usage_error(name, entry, "must be a dict, as config.data.mixture has them")
     for field in entry:
         if field not in MIXTURE_FIELDS:
             hint = nearest(field, MIXTURE_FIELDS)
@@ -213,6 +226,8 @@ def validate_devices(config: ConfigDict, devices: Sequence) -> None:
 
     Raises UsageError, with the field, otherwise.
     """
+    from prope import sharding
+
     mesh = config.mesh
     slices = sharding.num_slices(devices)
     replicas = mesh.data or slices

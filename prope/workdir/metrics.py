@@ -5,7 +5,6 @@ import importlib
 import json
 import math
 import pathlib
-import sys
 import tempfile
 import threading
 import time
@@ -21,6 +20,7 @@ from prope.errors import RunFailed, first_line, log, to_user_error
 from prope.optimizer import learning_rate
 from prope.runtime import processes
 from prope.runtime.files import append_jsonl, is_url, upload, write_atomic
+from prope.runtime.progress import has_bars
 from prope.workdir.lease import Lease
 from prope.workdir.records import evaluations_of_training, find_evaluation, read_jsonl
 
@@ -216,8 +216,9 @@ class MetricWriter(contextlib.ExitStack):
         self._peak_flops = peak_flops
         self._files = self.enter_context(RecordFiles(workdir, start, lease))
         self._skips_in_a_row = processes.call_on_first(lambda: _skips_before(workdir, start))
-        show_bar = processes.is_first() and sys.stderr.isatty()
-        bar = tqdm(total=stop, initial=start, unit="step", disable=not show_bar)
+        show_bar = has_bars()
+        form = "{n_fmt}/{total_fmt} |{bar:20}| {remaining} left{postfix}"
+        bar = tqdm(total=stop, initial=start, bar_format=form, disable=not show_bar)
         self._bar = self.enter_context(bar)
         if show_bar:
             self.enter_context(logging_redirect_tqdm([log]))  # lines stand above the bar

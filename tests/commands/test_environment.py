@@ -137,6 +137,59 @@ def test_every_command_refuses_before_it_begins(module, run_command, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("platforms", ["cuda", "gpus", "tpu", "rocm", "gpu", "CUDA", "rocm,cpu"])
+def test_a_platform_that_is_not_here_is_refused_and_no_directory_stays(train, tmp_path, platforms):
+    """With the packages of a TPU or GPU, and without."""
+    run = train(tmp_path / "run", JAX_PLATFORMS=platforms)
+    assert run.code == 2 and run.error.startswith(f"error: JAX_PLATFORMS={platforms}: ")
+    assert "cpu" in run.error and "source launch/setup.sh gpu" in run.error
+    assert not (tmp_path / "run").exists()
+
+
+# What these hosts set for every command.
+HOSTS = {
+    "Colab": {
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        "PYTHONHASHSEED": "0",
+        "PYTHONWARNINGS": "ignore:::pip._internal.cli.base_command",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "CLICOLOR": "1",
+        "COLUMNS": "100",
+    },
+    "a notebook with widgets": {
+        "MPLBACKEND": "module://ipympl.backend_nbagg",
+        "PYTHONSTARTUP": "/none.py",
+        "FORCE_COLOR": "1",
+    },
+    "continuous integration": {
+        "MPLBACKEND": "TkAgg",
+        "CI": "true",
+        "TERM": "dumb",
+        "NO_COLOR": "1",
+        "COLUMNS": "0",
+        "TQDM_DISABLE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONIOENCODING": "ascii",
+    },
+}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_page_is_drawn_whatever_a_host_sets(whole, tmp_path, host):
+    output = tmp_path / "page"
+    done = subprocess.run(
+        [sys.executable, "-m", "prope.report", f"--workdir={whole[0]}", f"--output={output}"],
+        cwd=ROOT,
+        env=os.environ | HOSTS[host],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(output.rglob("*.png"))
+
+
 @pytest.mark.parametrize("implementation", ["rbg", "unsafe_rbg"])
 def test_random_numbers_do_not_depend_on_the_default_generator(implementation):
     def draw():

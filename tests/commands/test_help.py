@@ -122,6 +122,24 @@ def test_help_into_a_pipe_that_closes_ends_quietly():
     assert (done.stdout, done.stderr) == ("closed\n", "")
 
 
+@pytest.mark.parametrize("when", ["during", "at the end"])
+def test_output_into_a_pipe_that_closes_is_named_as_that(when):
+    """A reader such as `head` has ended; no file is at fault, and nothing is said at exit."""
+    main = {
+        "during": "def main():\n    for _ in range(100_000): print('a row')",
+        "at the end": "import time\ndef main():\n    time.sleep(1)\n    return {}",
+    }[when]
+    code = f"from prope import command\n{main}\ncommand.run(main, lambda: None, uses_devices=False)"
+    reader = "head -1" if when == "during" else "true"
+    line = f'{sys.executable} -c "$CODE" | {reader}; echo ${{PIPESTATUS[0]}}'
+    env = os.environ | {"CODE": code, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout == ("a row\n1\n" if when == "during" else "1\n")
+    assert re.fullmatch(r"stopped: [^\n]*what reads the output has ended[^\n]*\n", done.stderr)
+
+
 NEEDED = {"tpu_vm.sh": ["logs"]}  # what comes before a flag
 WITHOUT_FLAGS = ("setup.sh", "test.sh")  # of their own
 
@@ -249,6 +267,7 @@ def test_compilers_are_left_alone_where_there_is_no_accelerator(monkeypatch, acc
     monkeypatch.setattr(sys, "argv", ["prope.evaluate"])
     monkeypatch.setattr(command, "_ACCELERATORS", ["null" if accelerator else "accel*"])
     monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(command, "_log_to_stderr", lambda: None)
     environ = {} if chosen is None else {"JAX_PLATFORMS": chosen}
     monkeypatch.setattr(os, "environ", environ)
     command.prepare(lambda: None, "")

@@ -155,7 +155,8 @@ def test_every_flag_of_a_place_is_checked_before_anything_else(module, names, mo
     monkeypatch.setattr(flags, "FLAGS", defined)
     for kind in ("string", "integer", "boolean", "enum", "float", "multi_string"):
         monkeypatch.setattr(flags, f"DEFINE_{kind}", lambda *_, **__: None)
-    monkeypatch.setattr(flags, "mark_flags_as_required", lambda _: None)
+    for rule in ("mark_flags_as_required", "register_validator"):
+        monkeypatch.setattr(flags, rule, lambda *_: None)
     monkeypatch.setattr(config_flags, "DEFINE_config_file", lambda *_: None)
     runpy.run_path(str(ROOT / f"{module.replace('.', '/')}.py"))["define_flags"]()
     assert sorted(defined) == sorted(names)

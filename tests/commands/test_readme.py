@@ -69,11 +69,9 @@ if arguments[0] != "-m" or not arguments[1].startswith("prope.") or "xla_flags" 
     os.execv({python!r}, [{python!r}, *arguments])
 from absl import flags
 from prope import command
-from prope.runtime.validate import validate
 def run(main, define_flags, *_, **__):
-    command._parse_flags(sys.argv, command._define(define_flags))
-    if "config" in flags.FLAGS:
-        validate(flags.FLAGS.config)
+    if not flags.FLAGS.is_parsed():
+        command.prepare(define_flags, "", uses_devices=False)
     print("parsed", *sys.argv[1:])
 command.run = run
 sys.argv = arguments[1:]

@@ -1,6 +1,7 @@
 """What cannot be used ends a command with one line that names it, before anything is begun."""
 
 import errno
+import importlib.util
 import json
 import math
 import os
@@ -118,6 +119,111 @@ def test_a_run_s_config_is_a_config_file(monkeypatch, tmp_path, form):
     assert str(file) in refusal(lambda: parse(monkeypatch, *arguments))
 
 
+PATTERN = ("sliding_attention", "full_attention")
+
+
+@LOADS
+@pytest.mark.parametrize(
+    ("field", "text", "expected"),
+    [
+        ("model.layer_types", "sliding_attention,full_attention", PATTERN),
+        ("model.layer_types", "sliding_attention, full_attention,", PATTERN),
+        ("model.layer_types", "('sliding_attention', 'full_attention')", PATTERN),
+        ("model.layer_types", "[sliding_attention,full_attention]", PATTERN),
+        ("model.layer_types", "full_attention", ("full_attention",)),
+        ("model.layer_types", "", ()),
+        ("model.scaled_pairs", "0,3", (0, 3)),
+        ("model.scaled_pairs", "0-3@full,4-5", ("0-3@full", "4-5")),
+        ("model.scaled_pairs", "0-3,4-5", ("0-3", "4-5")),
+        ("data.stop_ids", "106,107", (106, 107)),
+        ("data.stop_ids", "106", (106,)),
+        ("profile", "10,12", (10, 12)),
+        ("profile", "()", ()),
+        ("data.mixture", "({'weight': 1, 'dataset': 'a'},)", ({"weight": 1, "dataset": "a"},)),
+    ],
+)
+def test_a_tuple_may_be_written_as_words(monkeypatch, field, text, expected):
+    assert flat(parse(monkeypatch, CONFIG, f"--config.{field}={text}"))[field] == expected
+
+
+@LOADS
+@pytest.mark.parametrize(
+    ("field", "text", "named"),
+    [
+        ("model.layer_types", "a,b", "sliding_attention,full_attention"),
+        ("model.layer_types", "full_atention", "did you mean full_attention"),
+        ("model.layer_types", "0,1", "there is no 0"),
+        ("model.layer_types", "None", "there is no None"),
+        ("data.stop_ids", "a,b", "(106,)"),
+        ("profile", "a,b", "first and last"),
+        ("data.mixture", "3", "must be a dict"),
+        ("data.mixture", "a,b", "must be a dict"),
+    ],
+)
+def test_a_tuple_that_cannot_be_used_names_a_form_that_works(monkeypatch, field, text, named):
+    config = parse(monkeypatch, CONFIG, f"--config.{field}={text}")
+    if field == "data.mixture":
+        config.data.dataset = "mixture"
+    line = refusal(lambda: validate(config))
+    assert line.startswith(f"config.{field}") and named in line
+
+
+# JAX that says that it was imported.
+NO_JAX = "raise SystemExit('JAX was imported')\n"
+EARLY = [
+    ("train", [CONFIG, "--workdir=W", "--config.batch_size=0"], "config.batch_size=0"),
+    ("train", [CONFIG, "--workdir=W", "--config.data.data_dir=text"], "config.data.data_dir=text"),
+    ("train", [CONFIG, "--workdir=W", "--config.data.loss_on=targets"], "config.data.loss_on"),
+    ("train", [CONFIG, "--workdir=W", "--config.model.test_sinks=1"], "config.model.test_sinks=1"),
+    ("plan", [CONFIG, "--topology=v5e:2x2", "--config.mesh.tensor=3"], "mesh.tensor=3"),
+    ("data.inspect", [CONFIG, "--config.model.head_dim=3"], "config.model.head_dim=3"),
+    ("evaluate", ["--workdir=W"], "JAX_PLATFORMS=gpus"),
+]
+
+
+@pytest.mark.parametrize(("module", "arguments", "named"), EARLY)
+def test_what_needs_no_jax_is_checked_before_jax_is_imported(tmp_path, module, arguments, named):
+    (tmp_path / "jax.py").write_text(NO_JAX)
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    if "JAX_PLATFORMS" in named:
+        env["JAX_PLATFORMS"] = named.partition("=")[2]
+        if importlib.util.find_spec("jax_plugins"):
+            pytest.skip("JAX has plugins here, and knows which platforms they bring")
+    done = subprocess.run(
+        [sys.executable, "-m", f"prope.{module}", *arguments],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: [^\n]+\n", done.stderr) and named in done.stderr
+    assert not (tmp_path / "W").exists()
+
+
+@pytest.mark.parametrize("platforms", [None, ""])
+def test_the_cpu_is_chosen_before_jax_is_imported(tmp_path, platforms):
+    """Else JAX's packages for devices that are not here log errors."""
+    (tmp_path / "jax.py").write_text("import os\nraise SystemExit(os.environ['JAX_PLATFORMS'])\n")
+    (tmp_path / "libtpu.py").touch()
+    env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    env |= {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    if platforms is not None:
+        env["JAX_PLATFORMS"] = platforms
+    if command._accelerators():
+        pytest.skip("there are devices here")
+    done = subprocess.run(
+        [sys.executable, "-m", "prope.train", CONFIG, "--workdir=W"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stderr == "cpu\n"
+
+
 # --- Fields of a config -----------------------------------------------------------------------
 
 # Every field is to be named with its value.
@@ -148,6 +254,9 @@ FIELDS = [
     {"optimizer.learning_rate": math.inf},
     {"data.validation_fraction": 0.0},
     {"data.data_dir": "/data"},
+    {"model.rope_type": "cape"},
+    {"model.rope_scaling_type": "ntq"},
+    {"model.logit_scale": "yarm"},
     {"data.dataset": "wikipedia/20230601.en"},
     {"eval.max_windows": 0},
 ]
@@ -274,6 +383,7 @@ ONE_LINE = [
     (lambda: json.loads("{"), "JSONDecodeError"),
     (lambda: zipfile.ZipFile(__file__), "BadZipFile"),
     (raises(EOFError, "ended early"), "ended early"),
+    (raises(BrokenPipeError, errno.EPIPE, "Broken pipe"), "what reads the output has ended"),
     (raises(ModuleNotFoundError, "No module named 's3fs'"), "s3fs"),
     (of_tensorstore, "NOT_FOUND"),
     (of_fsspec, "cut"),

@@ -170,12 +170,75 @@ def test_gpus_that_nobody_uses(monkeypatch, visible, count):
     [
         ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8"}, "auto"),
         ({"SLURM_NTASKS": "8"}, "1"),  # a shell inside an allocation
+        ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": ""}, "1"),
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, "auto"),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, "1"),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}, "1"),
+        ({"PMI_SIZE": "4", "PMI_RANK": "3", "PMIX_RANK": "3"}, "1"),
         ({}, "1"),
     ],
 )
 def test_several_tasks_of_slurm_are_not_mistaken_for_one(environ, expected):
     assert processes._default_processes(environ) == expected
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"SLURM_STEP_NUM_TASKS": "8"},
+        {"TPU_WORKER_HOSTNAMES": "a,b"},
+        {"PROPE_PROCESSES": "0/2@10.0.0.1:8476"},
+    ],
+)
+def test_a_process_says_for_what_it_waits(environ, monkeypatch, capsys):
+    monkeypatch.setattr(processes, "_join", lambda wanted: None)
+    monkeypatch.setattr(processes, "_check_gpus", lambda environ: None)
+    lines = []
+    monkeypatch.setattr(processes.log, "info", lambda text, *values: lines.append(text % values))
+    processes.start(environ)
+    (setting,) = environ.items()
+    assert "=".join(setting) in "\n".join(lines[:2])
+    assert "PROPE_PROCESSES=1 runs this one alone" in "\n".join(lines[:2])
+
+
+@pytest.mark.parametrize(
+    "error", [AssertionError(), RuntimeError("Unable to initialize backend 'cuda': none\nfound")]
+)
+def test_devices_that_are_not_there_are_named_as_asked_for(error, monkeypatch):
+    def process_count():
+        raise error
+
+    monkeypatch.setattr(processes.jax, "process_count", process_count)
+    with pytest.raises(UsageError, match=r"^JAX_PLATFORMS=[^\n]*setup\.sh gpu[^\n]*$"):
+        processes.check_count()
+
+
+# What a cluster or a container leaves behind: this process is alone.
+LEFT_BEHIND = {
+    "Open MPI": {
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_RANK": "3",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911",
+    },
+    "MPICH": {"PMI_SIZE": "4", "PMI_RANK": "3", "PMI_FD": "7", "PMIX_RANK": "3"},
+    "Slurm": {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "3", "SLURM_LOCALID": "3"},
+    "no GPU": {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "void", "JAX_PLATFORMS": ""},
+}
+
+
+@pytest.mark.parametrize("host", LEFT_BEHIND)
+def test_one_process_runs_alone_where_a_cluster_has_left_its_variables(train, tmp_path, host):
+    run = train(tmp_path / "run", "--stop_at_step=1", **LEFT_BEHIND[host])
+    assert run.code == 0 and run.result["step"] == 1, run.stderr
+
+
+def test_half_of_the_variables_of_a_cluster_are_refused(train, tmp_path):
+    """JAX looks for Open MPI by one variable, and reads others."""
+    left = {"PROPE_PROCESSES": "auto", "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.96.0.1:34911"}
+    run = train(tmp_path / "run", **left)
+    assert run.code == 2 and "PROPE_PROCESSES=auto: " in run.error
+    assert "OMPI_COMM_WORLD_SIZE" in run.error and not (tmp_path / "run").exists()
 
 
 def test_only_the_first_process_tries_whether_a_directory_can_be_written(tmp_path, monkeypatch):

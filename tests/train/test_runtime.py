@@ -2,14 +2,17 @@
 
 import ast
 import ctypes
+import fcntl
 import importlib
 import math
 import os
 import queue
 import re
 import shutil
+import struct
 import subprocess
 import sys
+import termios
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,8 +23,9 @@ from support.runs import evaluate_run, make_run
 from support.text import read_lines
 
 from prope.config import default_config
+from prope.data.store import workers
 from prope.hf import exporter
-from prope.runtime import interrupts, memory, processes, startup, watchdog
+from prope.runtime import interrupts, memory, processes, progress, startup, watchdog
 from prope.runtime.session import Session
 from prope.workdir import metrics
 
@@ -200,6 +204,74 @@ def test_speed_leaves_out_pauses(clock, tmp_path, config, monkeypatch):
     assert records[0]["model_tflops_per_second_per_device"] == pytest.approx(flops / 1e12)
     assert records[0]["mfu"] == pytest.approx(flops / 100e9)
     assert (records[0]["memory_bytes"], records[0]["peak_memory_bytes"]) == (5, 7)
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Makes stderr a terminal of so many columns; 0: it does not tell. Returns what reads it."""
+
+    reader, writer = os.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+
+    def read_line():
+        text = b""
+        while not text.endswith(b"\n"):  # with which a bar ends
+            text += os.read(reader, 2**16)
+        return text.decode()
+
+    def set_columns(columns):
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+        monkeypatch.setattr(sys, "stderr", stream)
+        return read_line
+
+    with os.fdopen(writer, "w") as stream:
+        yield set_columns
+    os.close(reader)
+
+
+def write_steps(config, folder):
+    """Reports three steps of 12, which took seconds and have all figures."""
+    values = {"loss": np.float32(1.2345), "grad_norm": np.float32(1), "batch_hash": np.uint32(1)}
+    config.log_every = 1
+    with metrics.MetricWriter(config, folder, 0, 12, 10e9, 100e9) as writer:
+        for step in (1, 2, 3, 4):
+            writer.step(step, dict(values))
+
+
+@pytest.mark.parametrize("columns", [80, 110, 200])
+def test_a_bar_has_a_length_and_the_loss_beside_it(terminal, config, tmp_path, columns):
+    read = terminal(columns)
+    write_steps(config, tmp_path)
+    last = read().rstrip().split("\r")[-1]
+    assert len(last) <= columns
+    before, bar, after = last.split("|")
+    assert before == "3/12 " and len(bar) == 20
+    assert "left, loss 1.2345, " in after and "tokens/s" in after
+
+
+@pytest.mark.parametrize(
+    ("columns", "kind"), [(0, "xterm"), (110, "dumb"), (0, "dumb"), (None, "xterm")]
+)
+def test_where_no_bar_can_be_drawn_there_are_lines(
+    terminal, config, tmp_path, monkeypatch, columns, kind
+):
+    """A terminal of unknown size, one without a cursor, and a file."""
+    if columns is not None:
+        terminal(columns)
+    monkeypatch.setenv("TERM", kind)
+    lines = []
+    monkeypatch.setattr(metrics.log, "info", lambda text, *values: lines.append(text % values))
+    write_steps(config, tmp_path)
+    assert [line[:24] for line in lines] == [f"step {n}/12: loss 1.2345, "[:24] for n in (1, 2, 3)]
+    assert isinstance(workers._progress_bar(10, 0), workers._LoggedBar)
+
+
+def test_a_slow_compilation_is_explained(caplog, monkeypatch):
+    lines = []
+    monkeypatch.setattr(progress.log, "info", lines.append)
+    with progress.compiling():
+        pass
+    assert "'Very slow compile?' is no error" in lines[0]
 
 
 @pytest.mark.parametrize("request_", interrupts.Request)

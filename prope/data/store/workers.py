@@ -5,7 +5,6 @@ import itertools
 import math
 import multiprocessing
 import pathlib
-import sys
 import time
 from collections.abc import Iterator
 from concurrent import futures
@@ -20,6 +19,7 @@ from prope.data.store.arrays import SPLITS
 from prope.errors import RunFailed, log
 from prope.runtime.files import read_json
 from prope.runtime.processes import count_cores
+from prope.runtime.progress import has_bars
 
 _ONE_PROCESS_BYTES = 2**26  # below this, starting workers costs more than they save
 _LOG_SECONDS = 30.0  # between lines where there is no terminal
@@ -75,7 +75,7 @@ class _LoggedBar(tqdm):
 
 
 def _progress_bar(total: int, initial: int) -> tqdm:
-    bar = tqdm if sys.stderr.isatty() else _LoggedBar
+    bar = tqdm if has_bars() else _LoggedBar
     return bar(total=total, initial=initial, unit="B", unit_scale=True, desc="data")
 
 
