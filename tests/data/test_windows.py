@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from support.commands import ROOT, devices_flags
 from support.processes import free_port
+from support.text import is_validation
 from support.text import read_tokens as stream
 
 from prope.config import default_config
-from prope.data.store.pack import is_validation
 from prope.data.windows import Windows, prefetch, randomise_positions, shuffled_index, train_batch
 
 B = 8
