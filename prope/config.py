@@ -38,6 +38,7 @@ MAY_CHANGE = (
     "data.cache_dir",
     "data.store",
     "data.num_workers",
+    "data.max_bad_rows",
     "data.stop_ids",
     "checkpoint.",
     "eval.",
@@ -412,6 +413,9 @@ FIELDS = {
     "data.template": Field(
         "", r'instead of text_feature: features in braces, as in "Q: {inputs}\nA: {targets}"'
     ),
+    "data.separator": Field(
+        "", "text between the documents of a .txt, as <|endoftext|>; empty: it is one document"
+    ),
     "data.loss_on": Field(
         "all",
         "tokens with a loss: all | targets (only those of the template's last feature)",
@@ -444,8 +448,12 @@ FIELDS = {
     ),
     "data.validation_fraction": Field(
         0.05,
-        "share of documents held out, chosen by a hash of their text; python_source: of their path",
+        "share of documents held out, chosen by a hash of their text; python_source: of their "
+        "path; files: at least one, and none by it where names of files tell the split",
         _SHARE,
+    ),
+    "data.max_bad_rows": Field(
+        0, "documents that cannot be read and are left out; more of them are refused", _NOT_NEGATIVE
     ),
     "data.cache_dir": Field(
         "", "folder or gs:// URL of token stores; empty: $PROPE_CACHE, else the user's cache folder"
@@ -737,6 +745,7 @@ def override_dataset(data: ConfigDict, dataset: str | None, data_dir: str | None
         problem = "the run's data is a mixture, whose sources have folders of their own"
         raise usage_error("--data_dir", data_dir, problem, "give --dataset, too")
     if dataset is not None:
-        data.update({"dataset": dataset, "mixture": (), "template": "", "loss_on": "all"})
+        plain = {"mixture": (), "template": "", "separator": "", "loss_on": "all"}
+        data.update({"dataset": dataset} | plain)
     if dataset is not None or data_dir is not None:
         data.update({"data_dir": data_dir or "", "store": ""})

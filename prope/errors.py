@@ -36,9 +36,18 @@ _OF_TENSORSTORE = re.compile(
     r"(NOT_FOUND|PERMISSION_DENIED|UNAUTHENTICATED|DATA_LOSS|UNAVAILABLE|ABORTED|INTERNAL|UNKNOWN"
     r"|DEADLINE_EXCEEDED|FAILED_PRECONDITION|ALREADY_EXISTS|OUT_OF_RANGE): "
 )
+# What only a person can change, by the error of the operating system.
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a file would be larger than the shell (ulimit -f) or the file system permits",
+}
 # Remedies.
 NO_PLATFORM = "name another, such as cpu, or install it: source launch/setup.sh gpu (or tpu)"
-_FREE_SPACE = "what was saved before is whole: free some space, then run the same command again"
+_FREE_SPACE = (
+    "what was saved before is whole: free some space or raise the limit, then run the same "
+    "command again"
+)
 _LESS_MEMORY = (
     "lower the batch size or the length of the windows; training also takes a higher "
     "config.accumulation or config.model.remat=full; "
@@ -93,15 +102,19 @@ def vmem_error(message: str) -> UsageError | None:
     return usage_error("LIBTPU_INIT_ARGS", f"{limit} of VMEM", problem, remedy)
 
 
-def is_disk_full(error: BaseException) -> bool:
-    """Returns whether an exception, or one in its chain, reports a full disk or quota."""
-    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-        return True
-    # TensorStore wraps the operating system's text.
-    if os.strerror(errno.ENOSPC) in str(error):
-        return True
+def find_full(error: BaseException) -> str | None:
+    """Names what an exception, or one in its chain, reports as full: a disk, a quota or a file."""
+    for code, reason in _FULL.items():
+        # TensorStore wraps the operating system's text.
+        if getattr(error, "errno", None) == code or os.strerror(code) in str(error):
+            return reason
     cause = error.__cause__ or error.__context__
-    return cause is not None and is_disk_full(cause)
+    return find_full(cause) if cause else None
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Returns whether an exception, or one in its chain, reports that something is full."""
+    return find_full(error) is not None
 
 
 def is_denied(error: BaseException) -> bool:
@@ -127,7 +140,7 @@ def to_user_error(error: Exception) -> UsageError | RunFailed | Stopped | None:
     if isinstance(error, BrokenPipeError):
         return RunFailed(f"{cause}: what reads the output has ended, as head does; use a file")
     if is_disk_full(error):
-        return RunFailed(f"no space left on the device ({cause}); {_FREE_SPACE}")
+        return RunFailed(f"{find_full(error)} ({cause}); {_FREE_SPACE}")
     if isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED"):
         return RunFailed(f"out of memory ({cause}): {_LESS_MEMORY}")
     if isinstance(error, ImportError):

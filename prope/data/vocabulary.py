@@ -8,16 +8,15 @@ import functools
 import hashlib
 import heapq
 import io
-import itertools
 from collections.abc import Iterable, Iterator
 
 from etils import epath
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from prope.data.sources.base import Source, cut_text
+from prope.data.sources.base import check_bad_rows, cut_text
 from prope.data.sources.find import find_source, weighted_sources
-from prope.data.store.pack import is_validation
+from prope.data.store.split import find_rule
 from prope.data.tokenizer import GEMMA_IDS, load_tokenizer
 from prope.errors import first_line, log, usage_error
 from prope.runtime.files import is_url, write_output
@@ -46,7 +45,7 @@ def train_tokenizer(
     lines = []
     train_bytes = 0
     for weight, data in weighted_sources(config.data):
-        documents = _train_documents(find_source(data), data.validation_fraction)
+        documents = _train_documents(data)
         sampled, num_bytes = sample(documents, int(sample_bytes * weight))
         lines += sampled
         train_bytes += num_bytes
@@ -67,14 +66,18 @@ def train_tokenizer(
     }
 
 
-def _train_documents(source: Source, validation_fraction: float) -> Iterator[bytes]:
-    """Yields the training documents of a source, with a progress bar in a terminal."""
-    total = source.num_bytes
-    with tqdm(total=total, unit="B", unit_scale=True, desc="text", disable=None) as bar:
-        for document in itertools.chain.from_iterable(chunk.read() for chunk in source.chunks):
+def _train_documents(data: ConfigDict) -> Iterator[bytes]:
+    """Yields the training text of a source, with a progress bar in a terminal."""
+    source = find_source(data)
+    rule = find_rule(source, data.validation_fraction)
+    bad_rows = []
+    with tqdm(total=source.num_bytes, unit="B", unit_scale=True, desc="text", disable=None) as bar:
+        for split, document in ((s, d) for s in ("", "train") for d in source.documents(s)):
             bar.update(len(document.text))
-            if not is_validation(document.split_key, validation_fraction):
-                yield document.text
+            bad_rows += [document.bad] if document.bad else []
+            parts = rule.parts(document, split)
+            yield from (text for name, text in parts if name == "train" and text)
+    check_bad_rows(bad_rows, data.max_bad_rows)
 
 
 def sample(documents: Iterable[bytes], max_bytes: int) -> tuple[list[bytes], int]:

@@ -182,7 +182,8 @@ def retry_reads(path: epath.PathLike, read: Callable[[], T], missing: T | None =
         except Exception as error:
             if not is_storage_error(error):
                 raise
-            problem = f"{path}: cannot be read: {_reason(error)}"
+            place = getattr(error, "filename", None) or path  # such as a folder below it
+            problem = f"{place}: cannot be read: {_reason(error)}"
             is_final = is_denied(error) and not is_url(path)
             is_refused = _is_refused(error) and failures >= _MAX_REFUSALS
             is_last = failures >= len(_PAUSES) or time.monotonic() > end

@@ -18,7 +18,7 @@ from prope.runtime.files import as_path
 from prope.stack.layers import LAYER_TYPES, key_value_sources, layer_kinds
 
 # Fields of config.data that each source of a mixture has for itself.
-SOURCE_FIELDS = ("dataset", "data_dir", "text_feature", "template", "loss_on", "store")
+SOURCE_FIELDS = ("dataset", "data_dir", "text_feature", "template", "separator", "loss_on", "store")
 MIXTURE_FIELDS = ("weight", *SOURCE_FIELDS)
 
 
@@ -189,6 +189,8 @@ def _check_source(source: dict, prefix: str) -> None:
         unused = ()
         problem = f"{prefix}dataset={dataset} needs the folder that holds it, or a store"
         require("data_dir", bool(source["data_dir"] or source["store"]), problem)
+    if dataset != "files":
+        unused += ("separator",)
     for name in ("data_dir", "store"):
         if source[name]:
             as_path(f"config.{prefix}{name}", source[name])

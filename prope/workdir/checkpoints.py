@@ -7,10 +7,8 @@ Restored arrays get today's shardings; how they were sharded when saved does not
 """
 
 import contextlib
-import errno
 import functools
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +24,7 @@ from prope.errors import (
     Stopped,
     StorageFailed,
     UsageError,
+    find_full,
     first_line,
     is_denied,
     is_disk_full,
@@ -176,7 +175,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             is_of_storage = is_disk_full(error) or is_storage_error(error)
             if isinstance(error, UsageError | RunFailed | Stopped) or not is_of_storage:
                 raise
-            reason = os.strerror(errno.ENOSPC) if is_disk_full(error) else first_line(error)
+            reason = find_full(error) or first_line(error)
             failed = f"checkpoint {self._saving} could not be written to {self.directory}"
             remedy = "see to the storage, then run the same command again"
             message = f"{failed} ({reason}); those before it are whole: {remedy}"

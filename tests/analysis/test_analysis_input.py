@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from support.heads import analysis_options
 from support.runs import make_run
-from support.text import data_config, read_tokens
+from support.text import data_config, is_validation, read_tokens
 
 from prope.analysis import analysis, choices, sequences
 from prope.config import default_config
 from prope.data import windows
 from prope.data.mixture import open_windows
-from prope.data.store.pack import is_validation
 from prope.data.tokenizer import GEMMA_IDS, ByteTokenizer
 from prope.errors import UsageError
 from prope.workdir.run import open_run, write_config

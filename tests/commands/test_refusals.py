@@ -380,6 +380,12 @@ ONE_LINE = [
     (lambda: os.open("/" + "a" * 300, 0), "File name too long"),
     (raises(PermissionError, errno.EACCES, "Permission denied", "W"), "--output"),
     (raises(OSError, errno.ENOSPC, "No space left on device", "W"), "space"),
+    (raises(OSError, errno.EFBIG, "File too large", "W"), "ulimit -f"),
+    (
+        raises(ValueError, "OUT_OF_RANGE: Error writing: File too large [os_error_code='27']"),
+        "ulimit",
+    ),
+    (raises(OSError, errno.EDQUOT, "Disk quota exceeded", "W"), "quota is used up"),
     (lambda: json.loads("{"), "JSONDecodeError"),
     (lambda: zipfile.ZipFile(__file__), "BadZipFile"),
     (raises(EOFError, "ended early"), "ended early"),

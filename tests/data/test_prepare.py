@@ -7,6 +7,7 @@ import os
 import pathlib
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -18,13 +19,21 @@ import pytest
 import sentencepiece
 from support.commands import ROOT
 from support.text import WIKIPEDIA as NAME
-from support.text import articles, data_config, documents_of, write_dataset, write_text, write_tfds
+from support.text import (
+    articles,
+    data_config,
+    documents_of,
+    is_validation,
+    write_dataset,
+    write_text,
+    write_tfds,
+)
 from support.text import data_refused as refused
 from support.text import hash_files as digest
 from support.text import read_tokens as stream
 
 from prope.config import default_config
-from prope.data.sources import files
+from prope.data.sources import base, files
 from prope.data.sources import tfds as tfds_files
 from prope.data.store import arrays, build, pack, workers
 from prope.data.store.build import open_store
@@ -65,7 +74,7 @@ def test_every_document_arrives_once_and_whole(tmp_path, monkeypatch, kind):
     store = open_store(data_config(tmp_path, dataset, folder, validation_fraction=0.3), 260)
     expected = {"train": [], "validation": []}
     for document in texts:
-        held_out = pack.is_validation(document.encode(), 0.3)
+        held_out = is_validation(document.encode(), 0.3)
         expected["validation" if held_out else "train"].append(document)
     for split, documents in expected.items():
         assert documents_of(store, split) == documents
@@ -87,7 +96,7 @@ def test_fingerprints_of_older_versions_stay(tmp_path):
     (tmp_path / "lines" / "a.jsonl").write_text('{"text": "abc"}\n{"text": "d"}\n')
     for dataset, folder, fingerprint in (
         (NAME, "data", "d8adaa55946c72fc"),
-        ("files", "lines", "f1e02052f662114c"),
+        ("files", "lines", "458b56897736079c"),
     ):
         config = data_config(tmp_path, dataset, tmp_path / folder)
         assert open_store(config, 260).fingerprint == fingerprint
@@ -156,7 +165,7 @@ def test_tokens_for_unknown_text_are_counted_and_told(tmp_path, caplog):
     model = sentencepiece.SentencePieceProcessor(model_file=config.tokenizer)
     expected = {"train": 0, "validation": 0}
     for text in articles():
-        split = "validation" if pack.is_validation(text.encode(), 0.3) else "train"
+        split = "validation" if is_validation(text.encode(), 0.3) else "train"
         expected[split] += model.encode(text).count(model.unk_id())
     assert all(expected.values())
     assert {split: store.index[split]["unk_tokens"] for split in expected} == expected
@@ -178,7 +187,7 @@ def test_neither_the_format_nor_the_workers_change_a_byte(tmp_path, monkeypatch)
     assert one.path != two.path
     assert one.fingerprint == two.fingerprint
     assert digest(one.path) == digest(two.path)
-    predicted = [text for text in articles() if not pack.is_validation(text.encode(), 0.05)]
+    predicted = [text for text in articles() if not is_validation(text.encode(), 0.05)]
     assert documents_of(one, "train") == predicted
 
 
@@ -285,11 +294,10 @@ def test_chunks_that_were_cut_otherwise_are_not_mixed_in(config, whole, monkeypa
     assert digest(build.open_store(config, 260).path) == whole
 
 
-def test_long_documents_are_tokenised_in_segments_and_lose_nothing(monkeypatch):
+def test_long_documents_are_tokenised_in_segments_and_lose_nothing():
     for size in (2**22, 7, 64, 1000):
-        monkeypatch.setattr(pack, "SEGMENT_BYTES", size)
         for text in [*articles(40), "数" * 500, "x" * 999, "é y\n" * 300]:
-            segments = list(pack.segments(text.encode()))
+            segments = list(base.cut_words(text.encode(), size))
             assert max(map(len, segments)) <= size
             assert "".join(segment.decode() for segment in segments) == text
 
@@ -392,11 +400,31 @@ def test_a_disk_that_fills_up(config, whole, monkeypatch, small_chunks, written)
     assert digest(build.open_store(config, 260).path) == whole
 
 
+@pytest.mark.parametrize("written", ["chunks", "arrays"])
+def test_files_that_may_not_grow_larger(tmp_path, monkeypatch, written):
+    """As in a shell with ulimit -f, or on a file system with a limit."""
+    config = data_config(tmp_path)
+    if written == "arrays":  # of which a file is larger than that of any chunk
+        texts = write_text(tmp_path / "text", [text * 20 for text in articles()])
+        monkeypatch.setattr(files, "chunk_bytes", lambda total: 5_000)
+        config = data_config(tmp_path, "files", texts)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python would cut it off, too
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))
+    try:
+        refused(config, f"cache_dir={config.cache_dir}: a file would be larger than .*ulimit -f")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert any(pathlib.Path(config.cache_dir).glob("*.chunks/*.json")) == (written == "arrays")
+    assert open_store(config, 260)
+
+
 def test_a_worker_that_is_killed(config, monkeypatch):
     config.num_workers = 2
     source = build.find_source(config)
     deadly = functools.partial(os._exit, 9)
-    killed = source._replace(chunks=[chunk._replace(read=deadly) for chunk in source.chunks])
+    chunks = [chunk._replace(read=deadly) for chunk in source.chunks]
+    killed = source._replace(chunks=chunks, is_divided=False)  # read by workers alone
     monkeypatch.setattr(build, "find_source", lambda data: killed)
     remedy = "a worker was killed, .* finished chunks are kept; .* a smaller config.data.num_wor"
     with pytest.raises(RunFailed, match=remedy):

@@ -5,7 +5,7 @@ import os
 
 import pytest
 from etils import epath
-from support.text import articles, write_dataset
+from support.text import articles, texts_of, write_dataset
 from support.text import data_config as settings
 
 from prope.data.sources import tfds
@@ -72,17 +72,17 @@ def source_of(tmp_path, kind):
 def test_storage_that_fails_is_tried_again_and_is_not_damage(tmp_path, monkeypatch, kind):
     config, name = source_of(tmp_path, kind)
     source = find_source(config)
-    expected = list(source.documents())
+    expected = list(texts_of(source))
     with monkeypatch.context() as patch:
         broken(patch, name, errno.EIO, 2)
-        assert list(source.documents()) == expected
+        assert list(texts_of(source)) == expected
     for code, says in ((errno.EIO, "Input/output error"), (errno.EACCES, "Permission denied")):
         with monkeypatch.context() as patch:
             broken(patch, name, code, 1000)
             with pytest.raises(
                 RunFailed, match=f"{name}.*: cannot be read: {says}; nothing was changed: see to"
             ):
-                list(source.documents())
+                list(texts_of(source))
 
 
 def test_a_folder_that_may_not_be_listed_is_not_incomplete(tmp_path, monkeypatch):
@@ -93,3 +93,19 @@ def test_a_folder_that_may_not_be_listed_is_not_incomplete(tmp_path, monkeypatch
         RunFailed, match="data: cannot be read: Permission denied; nothing was changed"
     ):
         find_source(config)
+
+
+@pytest.mark.parametrize("below", ["", "a", "a/b c"])
+def test_a_folder_that_may_not_be_listed_is_named(tmp_path, monkeypatch, below):
+    closed = tmp_path / "data" / below
+    closed.mkdir(parents=True)
+    scandir = os.scandir
+
+    def scan(path):
+        if str(path) == str(closed):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    with pytest.raises(RunFailed, match=f"^{closed}: cannot be read: Permission denied"):
+        find_source(settings(tmp_path, "files", tmp_path / "data"))

@@ -8,10 +8,10 @@ import sysconfig
 
 import pytest
 from support.text import WIKIPEDIA as NAME
-from support.text import articles, data_config, refusal, write_text, write_tfds
+from support.text import articles, data_config, refusal, texts_of, write_text, write_tfds
 
 from prope.config import EMBEDDED, default_config
-from prope.data.sources import base, files
+from prope.data.sources import files
 from prope.data.sources.find import find_source
 from prope.data.store.build import open_store
 from prope.data.windows import Windows
@@ -63,33 +63,13 @@ BAD_FILES = [
 ]
 
 
-@pytest.mark.parametrize("few", [16, 0])
-def test_a_file_that_is_damaged_or_in_another_encoding(tmp_path, monkeypatch, few):
-    monkeypatch.setattr(files, "FEW_TEXTS", few)
+def test_a_file_that_is_damaged_or_in_another_encoding(tmp_path):
     for number, (name, content) in enumerate(BAD_FILES):
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / name).write_bytes(content)
         refused(data_config(tmp_path, "files", folder), f"{folder}/{name}")
     assert not list(tmp_path.rglob("index.json"))
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.jsonl.gz"])
-def test_a_document_that_is_too_long(tmp_path, monkeypatch, name):
-    for module in (files, base):
-        monkeypatch.setattr(module, "MAX_DOCUMENT", 100)
-    content = (json.dumps({"text": "a" * 101}) if "jsonl" in name else "a" * 101).encode()
-    content = gzip.compress(content) if name.endswith("gz") else content
-    for few in (16, 0):
-        monkeypatch.setattr(files, "FEW_TEXTS", few)
-        folder = tmp_path / str(few)
-        folder.mkdir()
-        (folder / name).write_bytes(content)
-        config = data_config(tmp_path, "files", folder)
-        if few and name.startswith("a.txt"):
-            find_source(config)  # cut into pieces, of which none is too long
-        else:
-            refused(config, f"{folder}/{name}", "100 bytes")
 
 
 @pytest.mark.parametrize(
@@ -274,7 +254,7 @@ def test_features_that_are_not_there(tmp_path):
     ):
         refused(data_config(tmp_path, dataset, tmp_path / folder, **fields), *mentions)
     config = data_config(tmp_path, NAME, tmp_path / "data", text_feature="title")
-    assert next(find_source(config).documents()) == b"t"
+    assert next(texts_of(find_source(config))) == b"t"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt"])
@@ -291,7 +271,8 @@ def test_a_file_without_a_byte(tmp_path, name):
 
 def test_splits_and_windows_that_the_text_is_too_short_for(tmp_path):
     folder = write_text(tmp_path / "text", articles(3))
-    few = data_config(tmp_path, "files", folder, validation_fraction=1e-9)
+    write_tfds(tmp_path / "data", "tfrecord", articles(3))
+    few = data_config(tmp_path, NAME, tmp_path / "data", validation_fraction=1e-9)
     assert "validation_fraction=1e-09" in refusal(Windows, few, 260, "validation")
     long = data_config(tmp_path, "files", folder, seq_len=10**8, validation_fraction=0.5)
     assert "config.data.seq_len=100000000" in refusal(Windows, long, 260, "train")

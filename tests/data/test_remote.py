@@ -17,7 +17,15 @@ import pytest
 from etils import epath
 from support.commands import CONFIG, finish
 from support.text import WIKIPEDIA as NAME
-from support.text import articles, data_config, refusal, write_dataset, write_text, write_tfds
+from support.text import (
+    articles,
+    data_config,
+    refusal,
+    texts_of,
+    write_dataset,
+    write_text,
+    write_tfds,
+)
 from support.text import data_refused as refused
 from support.text import hash_files as digest
 
@@ -105,7 +113,7 @@ def test_a_copy_of_a_shard_is_read_again_only_if_it_is_whole(tmp_path, bucket, l
     monkeypatch.setattr(system, "_get_file", get_file)
     shard = "wikipedia-train.tfrecord-00000-of-00002"
     with pytest.raises(RunFailed, match=f"{shard}: cannot be read: Connection reset by peer"):
-        list(find_source(here).documents())
+        list(texts_of(find_source(here)))
     assert len(downloads) == 3
     assert [len(data) for data in shard_bytes(local)] == [1000]
     fails = False
@@ -113,7 +121,7 @@ def test_a_copy_of_a_shard_is_read_again_only_if_it_is_whole(tmp_path, bucket, l
     def read_new_copies():
         """Reads all documents; returns how many shards are downloaded."""
         downloads.clear()
-        assert list(find_source(here).documents()) == [text.encode() for text in texts]
+        assert list(texts_of(find_source(here))) == [text.encode() for text in texts]
         return len(downloads)
 
     texts = articles()
@@ -152,7 +160,7 @@ def test_what_is_not_in_a_bucket(tmp_path, bucket, local):
     name = "wikipedia-train.tfrecord-00001-of-00002"
     (shard,) = epath.Path(bucket).glob(f"tfrecord/wikipedia/*/*/{name}")
     shard.unlink()
-    assert name in refusal(list, source.documents())
+    assert name in refusal(list, texts_of(source))
     for place, dataset, mentions in (
         (here.data_dir, NAME, name),
         (here.data_dir, "lm1b", "gcloud storage ls"),

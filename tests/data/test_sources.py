@@ -3,7 +3,6 @@
 import contextlib
 import gzip
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -20,7 +19,9 @@ from support.text import (
     articles,
     data_config,
     documents_of,
+    is_validation,
     read_tokens,
+    texts_of,
     write_dataset,
     write_lines,
     write_text,
@@ -33,7 +34,6 @@ from prope.data.sources import base, files
 from prope.data.sources.find import find_source
 from prope.data.store import arrays
 from prope.data.store.build import open_store, prepare
-from prope.data.store.pack import is_validation
 from prope.data.tokenizer import GEMMA_IDS
 from prope.data.windows import train_batch
 from prope.runtime.files import hash_file
@@ -71,7 +71,7 @@ def folder(tmp_path):
 def test_a_folder_is_the_same_documents_however_it_is_cut(tmp_path, folder, monkeypatch, size):
     monkeypatch.setattr(files, "chunk_bytes", lambda total: size)
     source = find_source(data_config(tmp_path, "files", folder))
-    assert [text.decode() for text in source.documents()] == articles(60)
+    assert [text.decode() for text in texts_of(source)] == articles(60)
     assert len(source.chunks) > 1 or size == 10**9
     assert len({chunk.key for chunk in source.chunks}) == len(source.chunks)
 
@@ -106,7 +106,7 @@ def test_files_that_are_not_read_are_counted(tmp_path, data_lines):
         write(folder, name, json_line(name))
     write(folder, "D.TXT.GZ", gzip.compress(b"D"))
     hidden = ["._a.jsonl", ".ipynb_checkpoints/a-checkpoint.jsonl", "__MACOSX/a.txt", ".git/x.txt"]
-    for name in [*hidden, "e.csv", "f.csv", "g.md", "README", "txt", "h.txt~"]:
+    for name in [*hidden, "e.csv", "f.csv", "g.md", "makefile", "txt", "h.txt~"]:
         write(folder, name, "not a document")
     os.mkfifo(folder / "pipe.txt")
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as server:
@@ -114,10 +114,10 @@ def test_files_that_are_not_read_are_counted(tmp_path, data_lines):
         (folder / "device.txt").symlink_to("/dev/zero")
         (folder / "gone.txt").symlink_to(tmp_path / "nowhere")
         source = find_source(data_config(tmp_path, "files", folder))
-    assert sorted(source.documents()) == [b"B.JSONL", b"D", b"a.jsonl", b"d/c.jsonl"]
+    assert sorted(texts_of(source)) == [b"B.JSONL", b"D", b"a.jsonl", b"d/c.jsonl"]
     assert data_lines() == [
         f"data: {folder}: 4 files read, 14 left out (4 hidden, 3 pipes or devices, "
-        "2 ending in .csv, 2 without an ending, 1 broken links ..)"
+        "2 ending in .csv, 2 without an ending, 1 ending in .md ..)"
     ]
 
 
@@ -138,7 +138,7 @@ def test_links_are_followed_once(tmp_path, data_lines):
     source = find_source(data_config(tmp_path, "files", folder))
     names = [name for name, _ in source.identity["files"]]
     assert names == ["b/a.jsonl", "c/deeper/p.jsonl", "c/o.jsonl", "f.jsonl"]
-    assert list(source.documents()) == [b"b", b"p", b"o", b"one"]
+    assert list(texts_of(source)) == [b"b", b"p", b"o", b"one"]
     assert data_lines() == [f"data: {folder}: 4 files read, 6 left out (6 linked twice)"]
 
 
@@ -156,7 +156,7 @@ def test_files_in_a_bucket_are_hashed_once(tmp_path, bucket, monkeypatch, data_l
     source = find_source(config)
     left_out = "3 left out (2 hidden, 1 ending in .md)"
     assert data_lines() == [f"data: {bucket}: 3 files read, {left_out}"]
-    assert list(source.documents())[2] == b"x/c.JSONL"
+    assert list(texts_of(source))[2] == b"x/c.JSONL"
     assert sorted(hashed) == ["a.txt", "b.txt", "c.JSONL"]
     assert find_source(config).identity == source.identity
     assert len(hashed) == 3
@@ -172,17 +172,14 @@ def test_files_in_a_bucket_are_hashed_once(tmp_path, bucket, monkeypatch, data_l
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.jsonl.gz"])
-@pytest.mark.parametrize("few", [True, False])
-def test_a_byte_order_mark_is_no_text(tmp_path, monkeypatch, name, few):
-    if not few:
-        monkeypatch.setattr(files, "FEW_TEXTS", 0)
+def test_a_byte_order_mark_is_no_text(tmp_path, name):
     text = "One line.\n\ufeffTwo.\n"
     content = json_line(text) if "jsonl" in name else text
     content = content.encode("utf-8-sig")
     write(tmp_path / "text", name, gzip.compress(content) if name.endswith("gz") else content)
     write(tmp_path / "text", "b.txt", b"\xef\xbb\xbf")
     source = find_source(data_config(tmp_path, "files", tmp_path / "text"))
-    assert list(source.documents()) == [text.encode(), b""]
+    assert list(texts_of(source)) == [text.encode(), b""]
 
 
 def test_records_without_text_are_left_out_and_counted(tmp_path):
@@ -213,46 +210,12 @@ def test_texts_of_a_dataset_that_are_empty_are_left_out_and_counted(tmp_path, da
     assert line.startswith(f"{count}, the first in wikipedia-train.{kind}-00001")
 
 
-LONG_TEXTS = {
-    "same lines": "To be, or not to be.\n" * 3000,
-    "lines": "".join(f"line {i} of a poem\n" for i in range(4000)),
-    "one line": " ".join(f"word{i}" for i in range(9000)),
-    "no space": "".join(chr(0x4E00 + i % 20_000) for i in range(30_000)),
-    "CRLF": "".join(f"line {i}\r\n\r\n" for i in range(5000)),
-}
-
-
-@pytest.mark.parametrize("kind", LONG_TEXTS)
-@pytest.mark.parametrize("name", ["input.txt", "input.txt.gz"])
-def test_one_long_text_is_split_into_training_and_validation(tmp_path, kind, name):
-    text = LONG_TEXTS[kind].encode()
-    content = gzip.compress(text) if name.endswith("gz") else text
-    write(tmp_path / "text", name, content)
-    config = data_config(tmp_path, "files", tmp_path / "text", seq_len=64)
-    pieces = list(find_source(config).documents())
-    assert b"".join(pieces) == text
-    size = len(content) * 3 if name.endswith("gz") else len(content)
-    assert max(map(len, pieces)) <= max(size // 256, 256)
-    for piece, after in itertools.pairwise(pieces):
-        assert piece.endswith(b"\n") or after.startswith(b" ") or kind == "no space"
-    for split in ("train", "validation"):
-        assert open_windows(config, 260, split).count > 0
-
-
-def test_many_texts_are_whole_documents(tmp_path):
-    texts = [f"{i} " + "word " * 2000 for i in range(17)]
-    for i, text in enumerate(texts):
-        write(tmp_path / "text", f"{i:02d}.txt", text)
-    source = find_source(data_config(tmp_path, "files", tmp_path / "text"))
-    assert [text.decode() for text in source.documents()] == texts
-
-
 @pytest.mark.parametrize("kind", ["array_record", "tfrecord", "files"])
 def test_a_folder_whose_name_is_a_pattern(tmp_path, kind):
     folder = tmp_path / "a[b]*?"
     dataset = write_dataset(folder / kind, kind, articles())
     source = find_source(data_config(tmp_path, dataset, folder / kind))
-    assert [text.decode() for text in source.documents()] == articles()
+    assert [text.decode() for text in texts_of(source)] == articles()
 
 
 # --- Datasets of TFDS -------------------------------------------------------------------------
@@ -314,7 +277,7 @@ def test_source_files_are_taken_by_size_and_place(tmp_path, monkeypatch, data_li
     library = write_library(tmp_path / "a", sizes, monkeypatch)
     config = data_config(tmp_path, "python_source")
     first = find_source(config)
-    documents = list(first.documents())
+    documents = list(texts_of(first))
     assert documents == [(library / name).read_bytes() for name in TAKEN]
     assert first.num_bytes == sum(TAKEN.values())
     assert data_lines() == ["data: python_source: 3 files of 50 to 200 KB, 3 left out"]

@@ -14,7 +14,16 @@ from etils import epath
 from support.exchange import edit
 from support.heads import analysis_options
 from support.runs import evaluate_run, make_run
-from support.text import articles, data_config, read_lines, read_tokens, refusal, write_lines
+from support.text import (
+    articles,
+    data_config,
+    is_validation,
+    read_lines,
+    read_tokens,
+    refusal,
+    texts_of,
+    write_lines,
+)
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -31,7 +40,6 @@ from prope.config import default_config, differences
 from prope.data import view
 from prope.data.mixture import open_windows
 from prope.data.sources.find import find_source
-from prope.data.store.pack import is_validation
 from prope.data.tokenizer import (
     ByteTokenizer,
     SpecialIds,
@@ -148,7 +156,7 @@ def test_every_text_comes_back_byte_for_byte(model, config):
     alphabet = list(dict.fromkeys("".join(ODD)))
     noise = ["".join(rng.choice(alphabet, rng.integers(1, 60))) for _ in range(500)]
     texts = [text.encode() for text in ODD + noise]
-    texts += find_source(config.data).documents()
+    texts += texts_of(find_source(config.data))
     for tokenizer in (load_tokenizer(str(model[0])), load_tokenizer("byte")):
         for text in texts:
             ids = tokenizer.encode(text)

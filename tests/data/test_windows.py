@@ -8,10 +8,10 @@ import time
 
 import numpy as np
 import pytest
+from support.text import is_validation
 from support.text import read_tokens as stream
 
 from prope.config import default_config
-from prope.data.store.pack import is_validation
 from prope.data.windows import Windows, prefetch, randomise_positions, shuffled_index, train_batch
 
 B = 8

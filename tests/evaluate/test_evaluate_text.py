@@ -9,12 +9,11 @@ import jax
 import numpy as np
 import pytest
 from support.runs import evaluate_run, make_run, save_checkpoints
-from support.text import refusal, write_lines
+from support.text import is_validation, refusal, write_lines
 
 from prope.config import default_config
 from prope.data.mixture import open_text, open_windows
 from prope.data.store.arrays import Store
-from prope.data.store.pack import is_validation
 from prope.data.tasks import windows as generated_windows
 from prope.data.tokenizer import GEMMA_IDS
 from prope.inference.losses import select

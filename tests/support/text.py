@@ -8,6 +8,7 @@ import re
 import numpy as np
 
 from prope.config import default_config
+from prope.data.sources.base import check_bad_rows
 from support.commands import refusal
 
 WIKIPEDIA = "wikipedia/20230601.en"
@@ -89,6 +90,18 @@ def data_config(tmp_path, dataset="python_docs", data_dir="", **fields):
     places = {"data_dir": str(data_dir), "cache_dir": str(tmp_path / "cache")}
     config.update({"dataset": dataset} | places | fields)
     return config
+
+
+def is_validation(text, fraction=0.05):
+    """Whether a text is held out: by its hash, which README.md of prope/data names."""
+    return int(hashlib.blake2b(text, digest_size=8).hexdigest(), 16) / 2**64 < fraction
+
+
+def texts_of(source):
+    """The texts of a source, in order; a bad row is a UsageError."""
+    for document in source.documents():
+        check_bad_rows([document.bad] if document.bad else [], 0)
+        yield document.text
 
 
 def read_tokens(store, split):

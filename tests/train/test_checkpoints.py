@@ -66,6 +66,7 @@ SAVING = [
     (ValueError("FAILED_PRECONDITION: Failed to write [os_error_code='107']"), 76),
     (HttpError({"code": 403, "message": "says the bucket"}), 76),
     (ValueError("UNKNOWN: Failed to write: No space left on device [os_error_code='28']"), 1),
+    (ValueError("OUT_OF_RANGE: Error writing: File too large [os_error_code='27']"), 1),
     (ValueError("PERMISSION_DENIED: Failed to open [os_error_code='13']"), 1),
     (OSError(errno.EROFS, "Read-only file system"), 1),
     (ValueError("an error of the program"), None),
@@ -92,6 +93,7 @@ def test_only_what_may_pass_is_tried_again_when_a_save_fails(
     else:
         assert "checkpoint 1 could not be written" in str(raised.value)
         assert raised.value.code == code
+        assert ("ulimit -f" in str(raised.value)) == ("too large" in str(error))
 
 
 def test_a_save_that_begins_while_another_is_written_has_hashes_of_its_own(

@@ -5,25 +5,22 @@ Chunks depend on the source alone, not on the number of processes that share the
 
 import functools
 import string
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from prope.errors import UsageError, log
 
-MAX_DOCUMENT = 2**26  # bytes; a longer one would not leave a worker within 2 GB
+LISTED = 10  # bad rows that a message names
 
 
 class Document(NamedTuple):
-    """A text."""
+    """A text, or a part of a long one."""
 
     text: bytes  # UTF-8
     prompt_bytes: int = 0  # length of its beginning that is not predicted, such as an instruction
     split_by: bytes = b""  # decides instead of the text whether it is held out; empty: the text
-
-    @property
-    def split_key(self) -> bytes:
-        """What decides by its hash whether the document is held out."""
-        return self.split_by or self.text
+    goes_on: bool = False  # the next document is the next part of the same text
+    bad: tuple[str, str] | None = None  # where it is and why it cannot be read; it has no text
 
 
 class Chunk(NamedTuple):
@@ -35,6 +32,7 @@ class Chunk(NamedTuple):
     read: Callable[[], Iterator[Document]]
     # URL of the file that it copies here first; one worker reads its chunks one after the other.
     shard: str = ""
+    split: str = ""  # train or validation; empty: a hash of each document decides
 
 
 class Source(NamedTuple):
@@ -44,15 +42,19 @@ class Source(NamedTuple):
     # JSON values, equal exactly where the documents are; in the store's fingerprint.
     identity: dict
     chunks: tuple[Chunk, ...]  # all documents, in order
+    # There may be few documents: one at least is held out, and long ones are cut for that.
+    is_divided: bool = False
 
     @property
     def num_bytes(self) -> int:
         """Approximate size of the text."""
         return sum(chunk.num_bytes for chunk in self.chunks)
 
-    def documents(self) -> Iterator[bytes]:
-        """Yields the texts in order."""
-        return (document.text for chunk in self.chunks for document in chunk.read())
+    def documents(self, split: str = "") -> Iterator[Document]:
+        """Yields the documents of the chunks with this `split`, in order."""
+        return (
+            document for chunk in self.chunks if chunk.split == split for document in chunk.read()
+        )
 
 
 def chunk_bytes(total: int) -> int:
@@ -66,16 +68,32 @@ def log_once(message: str) -> None:
     log.info("%s", message)
 
 
+def check_bad_rows(rows: Sequence[tuple[str, str]], limit: int) -> None:
+    """Logs a list of the bad rows, which are left out; raises UsageError if `limit` are fewer."""
+    if not rows:
+        return
+    places: dict[str, list[str]] = {}
+    for where, reason in rows[:LISTED]:
+        places.setdefault(reason, []).append(where)
+    listed = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in places.items())
+    if len(rows) > LISTED:
+        listed += f"; and {len(rows) - LISTED} more"
+    if len(rows) > limit:
+        raise UsageError(f"{listed}; or raise config.data.max_bad_rows={limit} to leave them out")
+    log_once(f"data: {len(rows)} bad rows are left out: {listed}")
+
+
 class TextRule(NamedTuple):
     """How a record becomes a document: one feature, or a template.
 
     The template is such as "Q: {inputs}\\nA: {targets}". With loss_on "targets" all text before its
-    last field is the prompt.
+    last field is the prompt. Separators stand between the documents of a .txt.
     """
 
     text_feature: str
     template: str = ""
     loss_on: str = "all"
+    separator: str = ""
 
     @property
     def _segments(self) -> list[tuple[str, str | None]]:
@@ -97,38 +115,37 @@ class TextRule(NamedTuple):
     @property
     def identity(self) -> dict:
         """What determines the text, for `Source.identity`."""
+        separator = {"separator": self.separator} if self.separator else {}
         if not self.template:
-            return {"text_feature": self.text_feature}
+            return {"text_feature": self.text_feature} | separator
         return {"template": self.template, "loss_on": self.loss_on}
 
-    def document(self, values: Mapping[str, bytes], where: str) -> Document:
-        """Builds the document of a record; `where` names the record in an error."""
+    def document(self, values: Mapping[str, bytes]) -> Document:
+        """Builds the document of a record; raises UsageError if it is not UTF-8 text."""
         text = b""
         prompt_bytes = 0
         for literal, name in self._segments:
             text += literal.encode()
             prompt_bytes = len(text)
             if name is not None:
-                text += check_utf8(values[name], where)
+                text += check_utf8(values[name])
         return Document(text, prompt_bytes if self.loss_on == "targets" else 0)
 
 
-def check_utf8(text: bytes, where: str) -> bytes:
-    """Returns the text; raises UsageError if it is not UTF-8 text or too long."""
-    if len(text) > MAX_DOCUMENT:
-        raise too_long(where)
+def check_utf8(text: bytes) -> bytes:
+    """Returns the text; raises UsageError, with the reason alone, if it is not UTF-8 text."""
     if text.isascii():
         return text
     try:
         text.decode()
     except UnicodeDecodeError as error:
         problem = f"not UTF-8 text (byte {error.start})"
-        raise UsageError(f"{where}: {problem}; convert or remove it") from None
+        raise UsageError(f"{problem}; convert or remove it") from None
     return text
 
 
 def cut_text(text: bytes, limit: int, find_cut: Callable[[int, int], int]) -> Iterator[bytes]:
-    """Yields segments of at most `limit` bytes.
+    """Yields segments of at most `limit` bytes, of an empty text one.
 
     They end at `find_cut(start, latest end)`, or between characters if that is not after `start`.
     """
@@ -137,15 +154,19 @@ def cut_text(text: bytes, limit: int, find_cut: Callable[[int, int], int]) -> It
         cut = find_cut(start, start + limit)
         if cut <= start:
             cut = start + limit
-            while text[cut] & 0xC0 == 0x80:  # inside a character
+            while text[cut] & 0xC0 == 0x80 and cut > start + 1:  # inside a character
                 cut -= 1
         yield text[start:cut]
         start = cut
-    if start < len(text):
-        yield text[start:]
+    yield text[start:]
 
 
-def too_long(where: str) -> UsageError:
-    """Returns the error for a document above MAX_DOCUMENT."""
-    problem = f"a document of more than {MAX_DOCUMENT:,} bytes"
-    return UsageError(f"{where}: {problem}; cut it into several")
+def cut_words(text: bytes, limit: int) -> Iterator[bytes]:
+    """Yields segments of at most `limit` bytes that end after a line or a space."""
+
+    def find_cut(start: int, stop: int) -> int:
+        last_line_end = text.rfind(b"\n", start, stop)
+        last_space = text.rfind(b" ", start, stop)
+        return max(last_line_end, last_space) + 1
+
+    return cut_text(text, limit, find_cut)

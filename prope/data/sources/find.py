@@ -27,7 +27,7 @@ def find_source(data: ConfigDict) -> Source:
         problem = "is generated while it is read, and has no text"
         raise usage_error("config.data.dataset", data.dataset, problem)
     folder = as_path("config.data.data_dir", data.data_dir or ".")
-    rule = TextRule(data.text_feature, data.template, data.loss_on)
+    rule = TextRule(data.text_feature, data.template, data.loss_on, data.separator)
 
     def find() -> Source:
         is_there = any(folder.iterdir()) if is_url(folder) else folder.is_dir()

@@ -119,4 +119,4 @@ def _docstrings(file: pathlib.Path) -> list[str]:
 
 def _read_source(files: _Files) -> Iterator[Document]:
     for name, path in files.items():
-        yield Document(check_utf8(path.read_bytes(), str(path)), split_by=name.encode())
+        yield Document(check_utf8(path.read_bytes()), split_by=name.encode())

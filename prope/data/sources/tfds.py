@@ -178,7 +178,10 @@ def _read(
             for record in READERS[file_format](path, position, read_to):
                 if position < stop:
                     example = features.deserialize_example_np(record)
-                    yield rule.document(example, f"{shard} record {position + 1}")
+                    try:
+                        yield rule.document(example)
+                    except UsageError as error:
+                        yield Document(b"", bad=(f"{shard} record {position + 1}", str(error)))
                 position += 1
             if position != stop:
                 raise EOFError(f"it holds {position} of its {length} records")

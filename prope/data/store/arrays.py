@@ -42,7 +42,11 @@ SPLITS = ("train", "validation")
 COUNTS = ("tokens", "documents", "bytes", "prompt_tokens", "unk_tokens")
 FORMAT = 3  # version of the store; in its fingerprint
 SHARD = 2**24  # tokens in a file
-_ARRAYS = {"train": ("train",), "validation": ("validation",), "all": SPLITS}  # by split
+UNIGRAM_LOSSES = {  # names in index.json, by split
+    "train": "train_unigram_loss",
+    "validation": "unigram_loss",
+    "all": "all_unigram_loss",
+}
 READ_TOKENS = 2**14  # tokens that are read together: a chunk, in Zarr's words
 _DAMAGED = re.compile("NOT_FOUND:|DATA_LOSS:|OUT_OF_RANGE:")  # of TensorStore's errors
 _SHARE_UNIT = 10_000  # the weights of a mixture are rounded to multiples of 1 / _SHARE_UNIT
@@ -58,6 +62,7 @@ class Store:
     `unigram_loss`: nats per token of the validation split under the token frequencies of the train
     split; `train_unigram_loss`: of the train split itself. `special_ids`: those of the tokenizer,
     by default Gemma's. A `split` is train, validation or all.
+    Of documents that are cut for their split there is an array with all of them, whole.
     """
 
     path: str  # folder or URL; empty for a mixture of stores, and for generated windows
@@ -71,12 +76,12 @@ class Store:
 
     def tokens(self, split: str) -> ts.TensorStore:
         """Opens the split's elements, [tokens]; slices are read with `.read().result()`."""
-        return ts.concat([_open_array(self.path, name) for name in _ARRAYS[split]], axis=0)
+        return ts.concat([_open_array(self.path, name) for name in self._arrays(split)], axis=0)
 
     def count(self, name: str, split: str) -> int:
         """Counts what one of COUNTS names, in a split."""
         # Older stores lack unk_tokens.
-        return sum(self.index[array].get(name, 0) for array in _ARRAYS[split])
+        return sum(self.index[array].get(name, 0) for array in self._arrays(split))
 
     def targets(self, split: str) -> int:
         """Counts the predicted tokens: all except every document's <bos> and the prompts.
@@ -89,9 +94,13 @@ class Store:
 
     def unigram_loss(self, split: str) -> float:
         """Computes the loss per token under the token frequencies of the train split."""
-        names = {"train": "train_unigram_loss", "validation": "unigram_loss"}
-        losses = [self.targets(array) * self.index[names[array]] for array in _ARRAYS[split]]
+        losses = [
+            self.targets(array) * self.index[UNIGRAM_LOSSES[array]] for array in self._arrays(split)
+        ]
         return sum(losses) / self.targets(split)
+
+    def _arrays(self, split: str) -> tuple[str, ...]:
+        return SPLITS if split == "all" and "all" not in self.index else (split,)
 
     def decode(self, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Splits elements into their ids, int32, and whether they belong to a prompt, bool."""
@@ -170,7 +179,7 @@ def find_store(path: str, fingerprint: str | None = None) -> Store | None:
     try:
         index = parse_json(entry.value)
         fingerprints = [index["fingerprint"], fingerprint_of(index["rule"])]
-        sizes = {split: index[split]["tokens"] for split in SPLITS}
+        sizes = {split: index[split]["tokens"] for split in (*SPLITS, *index.keys() & {"all"})}
     except (ValueError, KeyError, TypeError):
         raise _unusable(path, "its index.json is damaged") from None
     expected = fingerprint or fingerprints[0]

@@ -24,16 +24,18 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from prope.config import is_generated
-from prope.data.sources.base import Source
+from prope.data.sources.base import Source, check_bad_rows
 from prope.data.sources.find import find_source, weighted_sources
 from prope.data.store import arrays, pack, workers
-from prope.data.store.arrays import COUNTS, SPLITS, Store, find_store
+from prope.data.store.arrays import COUNTS, SPLITS, UNIGRAM_LOSSES, Store, find_store
+from prope.data.store.split import find_rule, warn_of_known_lines
 from prope.data.tasks.windows import GeneratedWindows
 from prope.data.tokenizer import load_tokenizer
 from prope.errors import (
     RunFailed,
     StorageFailed,
     UsageError,
+    find_full,
     first_line,
     is_denied,
     is_disk_full,
@@ -50,7 +52,7 @@ from prope.runtime.files import (
 )
 
 # Fields of config.data that a store is made with.
-_SETTINGS = ("dataset", "text_feature", "template", "loss_on", "validation_fraction")
+_SETTINGS = ("dataset", "text_feature", "template", "separator", "loss_on", "validation_fraction")
 _SIZES = ("tokens", "documents", "bytes", "unk_tokens")
 POLL_SECONDS = 1.0  # hundreds of hosts may wait for a lock in a shared folder
 
@@ -68,12 +70,20 @@ def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> 
         remedy = f"set config.model.vocab_size to {ids} or more"
         raise usage_error("config.model.vocab_size", vocab_size, problem, remedy)
     if data.store:
-        return _open_at_place(data, tokenizer.fingerprint)
+        store = _open_at_place(data, tokenizer.fingerprint)
+    else:
+        store = _find_or_write(data, tokenizer.fingerprint, {} if stats is None else stats)
+    check_bad_rows(store.index.get("bad_rows", []), data.max_bad_rows)
+    return store
+
+
+def _find_or_write(data: ConfigDict, tokenizer: str, stats: dict) -> Store:
+    """Returns the store in the cache; prepares it if it does not exist."""
     source = find_source(data)
     rule = {
         "format": arrays.FORMAT,
         "source": source.identity,
-        "tokenizer": tokenizer.fingerprint,
+        "tokenizer": tokenizer,
         "validation_fraction": data.validation_fraction,
         "has_prompts": data.loss_on == "targets",
     }
@@ -92,7 +102,7 @@ def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> 
             if store is None:
                 chunks = local_folder / f"{name}.chunks"
                 try:
-                    _write_store(source, data, rule, path, chunks, {} if stats is None else stats)
+                    _write_store(source, data, rule, path, chunks, stats)
                 except (OSError, RunFailed):
                     if find_store(path, fingerprint) is None:
                         raise
@@ -116,7 +126,7 @@ def _open_at_place(data: ConfigDict, tokenizer: str) -> Store:
     if rule["format"] != arrays.FORMAT:
         problem = f"has format {rule['format']}, not {arrays.FORMAT}; prepare it again"
         raise UsageError(f"the store {path}: {problem}")
-    made_with = {"template": ""} | rule | rule["source"]
+    made_with = {"template": "", "separator": ""} | rule | rule["source"]
     made_with["loss_on"] = "targets" if rule["has_prompts"] else "all"
     for name in _SETTINGS:
         if name in made_with and made_with[name] != data[name]:
@@ -133,12 +143,9 @@ def check_split(store: Store, data: ConfigDict, split: str) -> None:
     """Raises UsageError where no document of the store of `config.data` is in the split."""
     if not store.count("documents", split):
         problem = f"no document of {data.dataset} falls into the {split} split"
-        raise usage_error(
-            "config.data.validation_fraction",
-            data.validation_fraction,
-            problem,
-            "change it, or add documents",
-        )
+        remedy = "change it, or add documents with other text"
+        field = "config.data.validation_fraction"
+        raise usage_error(field, data.validation_fraction, problem, remedy)
 
 
 @contextlib.contextmanager
@@ -176,7 +183,7 @@ def _lock_preparation(cache: str, name: str) -> Iterator[pathlib.Path]:
             raise StorageFailed(f"{cache}: {problem}; {remedy}") from error
         room = "a store needs room for itself and, until it is done, for its chunks"
         remedy = "Finished chunks are kept: free some space and run the same command again"
-        raise usage_error(setting, folder, "the disk is full", f"{room}. {remedy}") from error
+        raise usage_error(setting, folder, find_full(error), f"{room}. {remedy}") from error
     finally:
         path.unlink(missing_ok=True)  # still held: filelock does not take over a deleted file
         lock.release()
@@ -186,10 +193,15 @@ def _write_store(
     source: Source, data: ConfigDict, rule: dict, path: str, chunks: pathlib.Path, stats: dict
 ) -> None:
     """Packs the source, and writes the store from its chunks; the index makes it valid."""
-    records = workers.pack_chunks(source, data, rule["has_prompts"], chunks, stats)
-    index: dict = {}
-    for split in SPLITS:
-        counts = [record[split] for record in records]  # of older code some lack unk_tokens
+    split_rule = find_rule(source, data.validation_fraction)
+    warn_of_known_lines(source)
+    records = workers.pack_chunks(source, data, split_rule, chunks, stats)
+    # Of older code some lack counts.
+    bad_rows = [row for record in records for row in record.get("bad_rows", ())]
+    check_bad_rows(bad_rows, data.max_bad_rows)
+    index: dict = {"bad_rows": bad_rows}
+    for split in split_rule.splits:
+        counts = [record[split] for record in records]
         index[split] = {name: sum(count.get(name, 0) for count in counts) for name in COUNTS}
     index["empty"] = sum(record["empty"] for record in records)
     if index["empty"]:
@@ -201,7 +213,7 @@ def _write_store(
         raise UsageError(f"{source.name}: has no document with text; add some")
     index["rule"] = rule
     index["fingerprint"] = arrays.fingerprint_of(rule)
-    index |= _concatenate(path, data, rule["has_prompts"], chunks, records)
+    index |= _concatenate(path, data, rule["has_prompts"], chunks, records, split_rule.splits)
     folder = kvstore(path)
     before = folder.read("index.json").result()
     if before.state != "value":  # nor does it write over one that comes at the same moment
@@ -220,7 +232,12 @@ def _log_unknown(index: dict, tokenizer: str) -> None:
 
 
 def _concatenate(
-    path: str, data: ConfigDict, has_prompts: bool, chunks: pathlib.Path, records: list[dict]
+    path: str,
+    data: ConfigDict,
+    has_prompts: bool,
+    chunks: pathlib.Path,
+    records: list[dict],
+    splits: tuple[str, ...],
 ) -> dict:
     """Writes the two arrays; returns fields of the index.
 
@@ -229,7 +246,7 @@ def _concatenate(
     tokenizer = load_tokenizer(data.tokenizer)
     vocab_size = tokenizer.vocab_size
     dtype = arrays.element_dtype(vocab_size, has_prompts)
-    counts = {split: np.zeros(vocab_size, np.int64) for split in SPLITS}
+    counts = {split: np.zeros(vocab_size, np.int64) for split in splits}
 
     def read(split: str) -> Iterator[np.ndarray]:
         for number, record in enumerate(records):
@@ -238,7 +255,7 @@ def _concatenate(
             counts[split] += np.bincount(predicted, minlength=vocab_size)
             yield elements
 
-    for split in SPLITS:
+    for split in splits:
         size = sum(record[split]["tokens"] for record in records)
         arrays.write_array(path, split, dtype, size, read(split))
         if tokenizer.special.bos is not None:
@@ -246,9 +263,9 @@ def _concatenate(
     smoothed = counts["train"] + 1
     log_frequencies = np.log(smoothed / smoothed.sum())
     about: dict = {"special_ids": tokenizer.special}
-    for split, name in (("validation", "unigram_loss"), ("train", "train_unigram_loss")):
+    for split in splits:
         total = -(counts[split] * log_frequencies).sum()
-        about[name] = float(total / max(counts[split].sum(), 1))
+        about[UNIGRAM_LOSSES[split]] = float(total / max(counts[split].sum(), 1))
     return about
 
 
@@ -290,4 +307,5 @@ def _prepare_source(data: ConfigDict, vocab_size: int) -> dict:
     if tokens:
         result["tokens_per_second"] = round(tokens / seconds)
         result["workers"] = stats["workers"]
+    result["bad_rows"] = len(store.index.get("bad_rows", ()))
     return result | {name: store.index[name] for name in (*SPLITS, "empty")}

@@ -1,11 +1,10 @@
 """What a worker does: tokenises a chunk of documents into files.
 
-Files of chunk n: `n.train` and `n.validation`, elements as in the store, and then `n.json`, without
-which they do not count.
+Files of chunk n: `n.train`, `n.validation` and, where documents are cut for their split, `n.all`
+with the whole documents: elements as in the store. Then `n.json`, without which they do not count.
 """
 
 import contextlib
-import hashlib
 import json
 import multiprocessing
 import os
@@ -13,13 +12,14 @@ import pathlib
 import signal
 import threading
 import zlib
-from collections.abc import Iterator
 from multiprocessing.synchronize import Event
+from typing import BinaryIO
 
 import numpy as np
 
-from prope.data.sources.base import Chunk, Document, cut_text
-from prope.data.store.arrays import COUNTS, SPLITS, element_dtype, prompt_bit
+from prope.data.sources.base import Chunk, cut_words
+from prope.data.store.arrays import COUNTS, element_dtype, prompt_bit
+from prope.data.store.split import SplitRule
 from prope.data.tokenizer import load_tokenizer
 from prope.errors import RunFailed
 from prope.runtime.files import write_atomic
@@ -28,13 +28,15 @@ SEGMENT_BYTES = 2**22  # a longer document is tokenised in segments, to bound th
 
 
 def start_worker(
-    tokenizer: str, validation_fraction: float, has_prompts: bool, stop: Event | None = None
+    tokenizer: str, rule: SplitRule, has_prompts: bool, max_bad: int, stop: Event | None = None
 ) -> None:
     """Sets up this process as a worker; with `stop` it exits with its parent."""
-    global _tokenizer, _dtype, _validation_fraction, _stop
+    global _tokenizer, _dtype, _rule, _max_bad, _num_bad, _stop
     _tokenizer = load_tokenizer(tokenizer)
     _dtype = element_dtype(_tokenizer.vocab_size, has_prompts)
-    _validation_fraction = validation_fraction
+    _rule = rule
+    _max_bad = max_bad
+    _num_bad = 0  # rows, in all chunks of this process
     _stop = stop
     if stop is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
@@ -55,44 +57,75 @@ def pack_run(chunks: list[tuple[int, Chunk]], folder: pathlib.Path) -> list[tupl
     return packed
 
 
+class _SplitFile:
+    """Writes the documents of a split, and counts what COUNTS names."""
+
+    def __init__(self, file: BinaryIO):
+        self.counts = dict.fromkeys((*COUNTS, "crc"), 0)
+        self._file = file
+        self._is_in_document = False
+
+    def write(self, text: bytes, prompt_bytes: int) -> None:
+        """Writes text of a document, which begins with it or goes on."""
+        if not self._is_in_document:
+            self._is_in_document = True
+            self.counts["documents"] += 1
+            self._write_ids(np.array([_tokenizer.special.start]))
+        # Prompt and predicted text are tokenised apart: a token belongs to one or the other.
+        parts = ((text[:prompt_bytes], prompt_bit(_dtype)), (text[prompt_bytes:], 0))
+        for part, mark in parts:
+            for segment in cut_words(part, SEGMENT_BYTES):
+                ids = _tokenizer.encode(segment)
+                self._write_ids(ids, mark)
+                self.counts["prompt_tokens"] += len(ids) if mark else 0
+        self.counts["bytes"] += len(text) - prompt_bytes
+
+    def end_document(self) -> None:
+        """Ends the document, if one has begun."""
+        if self._is_in_document and _tokenizer.special.bos is not None:
+            self._write_ids(np.array([_tokenizer.special.eos]))
+        self._is_in_document = False
+
+    def _write_ids(self, ids: np.ndarray, mark: int = 0) -> None:
+        data = (ids.astype(_dtype) | mark).tobytes()
+        self._file.write(data)
+        self.counts["crc"] = zlib.crc32(data, self.counts["crc"])
+        self.counts["tokens"] += len(ids)
+        self.counts["unk_tokens"] += int(np.count_nonzero(_tokenizer.special.is_unknown(ids)))
+
+
 def pack(chunk: Chunk, folder: pathlib.Path, number: int) -> dict:
     """Writes the files of a chunk; returns the content of its JSON file.
 
-    It holds, per split, COUNTS and `crc`; `chunk`, its key; and `empty`, the documents left out.
+    It holds, per split, COUNTS and `crc`; `chunk`, its key; `empty`, the number of documents that
+    are left out because they have no text; and `bad_rows`, those that cannot be read. With too many
+    of them in this process it goes on to look for more, and writes no JSON file.
     """
-    zeros = dict.fromkeys((*COUNTS, "crc"), 0)
-    record: dict = {split: dict(zeros) for split in SPLITS}
-    record |= {"chunk": chunk.key, "empty": 0}
+    global _num_bad
+    record: dict = {"chunk": chunk.key, "empty": 0, "bad_rows": []}
     with contextlib.ExitStack() as stack:
         files = {}
-        for split in SPLITS:
+        for split in _rule.splits:
             file = (folder / f"{number}.{split}").open("wb", 2**20)
-            files[split] = stack.enter_context(file)
+            files[split] = _SplitFile(stack.enter_context(file))
         for document in chunk.read():
-            predicted_text = document.text[document.prompt_bytes :]
-            if not predicted_text.strip():
+            if document.bad:
+                record["bad_rows"].append(document.bad)
+                _num_bad += 1
+            elif not document.text[document.prompt_bytes :].strip():
                 record["empty"] += 1
-                continue
-            held_out = is_validation(document.split_key, _validation_fraction)
-            split = "validation" if held_out else "train"
-            elements, prompt_tokens, unk_tokens = _tokenise(document)
-            data = elements.tobytes()
-            files[split].write(data)
-            counts = record[split]
-            counts["crc"] = zlib.crc32(data, counts["crc"])
-            counts["tokens"] += len(elements)
-            counts["documents"] += 1
-            counts["bytes"] += len(predicted_text)
-            counts["prompt_tokens"] += prompt_tokens
-            counts["unk_tokens"] += unk_tokens
-    write_atomic(folder / f"{number}.json", json.dumps(record))
+            elif _num_bad <= _max_bad:
+                for split, text in _rule.parts(document, chunk.split):
+                    files[split].write(text, document.prompt_bytes)
+                if "all" in files:
+                    files["all"].write(document.text, document.prompt_bytes)
+            if not document.goes_on:
+                for file in files.values():
+                    file.end_document()
+    record |= {split: file.counts for split, file in files.items()}
+    if _num_bad <= _max_bad:
+        write_atomic(folder / f"{number}.json", json.dumps(record))
     return record
-
-
-def is_validation(document: bytes, fraction: float) -> bool:
-    """Tells whether a document is held out: by a hash of its text, so by nothing else."""
-    number = int.from_bytes(hashlib.blake2b(document, digest_size=8).digest())
-    return number < fraction * 2**64
 
 
 def read_elements(
@@ -109,32 +142,3 @@ def read_elements(
         problem = f"chunk {number} is damaged and was dropped"
         raise RunFailed(f"{folder}: {problem}; run the same command again")
     return elements
-
-
-def _tokenise(document: Document) -> tuple[np.ndarray, int, int]:
-    """Returns a document's elements, as in the store; counts those of prompts, and <unk>."""
-    special = _tokenizer.special
-    # Prompt and predicted text are tokenised apart: a token belongs to one or the other.
-    prompt = _encode(document.text[: document.prompt_bytes])
-    predicted = _encode(document.text[document.prompt_bytes :])
-    end = [] if special.bos is None else [[special.eos]]
-    ids = np.concatenate([[special.start], *prompt, *predicted, *end])
-    elements = ids.astype(_dtype)
-    prompt_tokens = sum(map(len, prompt))
-    elements[1 : 1 + prompt_tokens] |= prompt_bit(_dtype)
-    return elements, prompt_tokens, int(np.count_nonzero(special.is_unknown(ids)))
-
-
-def _encode(text: bytes) -> list[np.ndarray]:
-    return [_tokenizer.encode(segment) for segment in segments(text)]
-
-
-def segments(text: bytes) -> Iterator[bytes]:
-    """Yields segments of a long text that end after a line or a space."""
-
-    def find_cut(start: int, stop: int) -> int:
-        last_line_end = text.rfind(b"\n", start, stop)
-        last_space = text.rfind(b" ", start, stop)
-        return max(last_line_end, last_space) + 1
-
-    return cut_text(text, SEGMENT_BYTES, find_cut)

@@ -13,9 +13,10 @@ from concurrent.futures.process import BrokenProcessPool
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from prope.data.sources.base import Chunk, Source
+from prope.data.sources.base import LISTED, Chunk, Source
 from prope.data.store import pack
 from prope.data.store.arrays import SPLITS
+from prope.data.store.split import SplitRule
 from prope.errors import RunFailed, log
 from prope.runtime.files import read_json
 from prope.runtime.processes import count_cores
@@ -28,11 +29,12 @@ _NumberedChunks = list[tuple[int, Chunk]]
 
 
 def pack_chunks(
-    source: Source, data: ConfigDict, has_prompts: bool, folder: pathlib.Path, stats: dict
+    source: Source, data: ConfigDict, rule: SplitRule, folder: pathlib.Path, stats: dict
 ) -> list[dict]:
     """Packs every chunk that has no files yet; returns the records of all, in order.
 
-    `stats` is filled with the `workers` and the `tokens` that they wrote.
+    `stats` is filled with the `workers` and the `tokens` that they wrote. Leaves
+    the rest where bad rows are more than config.data.max_bad_rows, and than a message lists.
     """
     folder.mkdir(parents=True, exist_ok=True)
     records: list[dict] = []
@@ -49,13 +51,17 @@ def pack_chunks(
     log.info("data: packing %s (about %.1f MB of text)%s", source.name, megabytes, reused)
     num_workers = data.num_workers or (1 if missing_bytes < _ONE_PROCESS_BYTES else count_cores())
     num_workers = max(1, min(num_workers, len(missing)))
-    settings = (data.tokenizer, data.validation_fraction, has_prompts)
+    settings = (data.tokenizer, rule, data.loss_on == "targets", data.max_bad_rows)
     stats |= {"workers": num_workers, "tokens": 0}
+    num_bad = 0
     with _progress_bar(source.num_bytes, source.num_bytes - missing_bytes) as bar:
         for number, record in _packed(missing, folder, num_workers, settings):
             records[number] = record
             stats["tokens"] += sum(record[split]["tokens"] for split in SPLITS)
             bar.update(source.chunks[number].num_bytes)
+            num_bad += len(record["bad_rows"])
+            if num_bad > max(data.max_bad_rows, LISTED):
+                break
     return records
 
 
