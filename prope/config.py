@@ -316,7 +316,8 @@ FIELDS = {
     "model.high_freq_factor": Field(4.0, "for llama3: pairs of more turns keep their frequency"),
     "model.logit_scale": Field(
         "none",
-        "factor on the logits of layers without a window: none | yarn | drope",
+        "factor on the logits of layers without a window: none | yarn (of those that rotate, where "
+        "some do) | drope",
         _kind_of("logit_scale"),
     ),
     "model.logit_scale_factor": Field(
