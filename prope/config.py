@@ -299,7 +299,9 @@ FIELDS = {
     "model.low_freq_factor": Field(1.0, "for llama3: pairs of fewer turns are slowed down by s"),
     "model.high_freq_factor": Field(4.0, "for llama3: pairs of more turns keep their frequency"),
     "model.logit_scale": Field(
-        "none", "factor on the logits of layers without a window: none | yarn | drope"
+        "none",
+        "factor on the logits of layers without a window: none | yarn (of those that rotate, where "
+        "some do) | drope",
     ),
     "model.logit_scale_factor": Field(
         float, "for yarn and drope: s of logit_scale; None: rope_scaling_factor", _AT_LEAST_1

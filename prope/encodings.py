@@ -424,15 +424,23 @@ def logit_factor(model) -> float | None:
     return model.logit_scale_factor
 
 
-def logit_scale(model, is_local: bool = False) -> float:
+def logit_scale(model, is_local: bool = False, rotates=True):
     """Returns the factor on logits of a layer, with or without a window, by s = `logit_factor`.
 
     yarn: (0.1 ln s + 1)^2, whose root multiplies cos and sin in 2309.00071; drope: 1 + c ln s
-    (2512.12167); layers with a window have neither.
+    (2512.12167); layers with a window have neither. Where some of the others rotate, those that do
+    not have no yarn's, as in SmolLM3: `rotates` tells which a layer is.
     """
     log = math.log(logit_factor(model) or 1.0)
     if model.logit_scale == "yarn" and not is_local:
-        return (0.1 * log + 1) ** 2
+        scale = (0.1 * log + 1) ** 2
+        return 1 + (scale - 1) * rotates if _rotates_in_part(model) else scale
     if model.logit_scale == "drope" and not is_local:
         return 1 + model.logit_scale_coefficient * log
     return 1.0
+
+
+def _rotates_in_part(model) -> bool:
+    """Tells whether some layers without a window rotate, and others do not."""
+    layers = zip(layer_frequencies(model), layer_windows(model), strict=True)
+    return len({bool(freqs.any()) for freqs, window in layers if window is None}) > 1

@@ -138,7 +138,9 @@ class Attention(nn.Module):
             query = RMSNorm(config.norm_epsilon, name="query_norm")(query)
         key, value, memory = self._keys_and_values(x, memory, decoding)
         # In float32, and rounded once: a factor that is no power of 2 would round once more.
-        query = query.astype(jnp.float32) * logit_scale(config, self.layer.is_local)
+        # Where it rotates, sin is 0 at position 0 alone, which sees one key, whatever the factor.
+        rotates = jnp.any(table[1] != 0)
+        query = query.astype(jnp.float32) * logit_scale(config, self.layer.is_local, rotates)
         unrotated = (query.astype(x.dtype), key, value)
         query, key, value = self.rotate_fn(query, key, value, table)
         if key is not None:  # for `run_layer`; elsewhere nothing is stored

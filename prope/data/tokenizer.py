@@ -26,7 +26,7 @@ from prope.runtime.files import (
 )
 
 # SentencePiece writes a space as this character, and so reads the character itself as a space.
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _FIELD = "config.data.tokenizer"
 _REMEDY = (
     "give byte, a folder with tokenizer.json or tokenizer.model, or the file of either; "
@@ -109,9 +109,9 @@ class SentencePieceTokenizer:
         self.text_size = self.vocab_size
         self.special = special_ids_of(path, self.processor)
         self.fingerprint = hashlib.sha256(model).hexdigest()
-        space = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
+        space = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
         first_piece = self.processor.id_to_piece(self.processor.encode("a")[0])
-        self.adds_space = first_piece.startswith(_SPACE)  # before every text
+        self.adds_space = first_piece.startswith(SPACE)  # before every text
         # None: the model does not fall back on bytes, or would add a space for each.
         is_lossy = self.special.unk in space or self.adds_space
         self._space = None if is_lossy else space
@@ -122,9 +122,9 @@ class SentencePieceTokenizer:
         It is lossless if the model falls back on bytes and puts no space before a text.
         """
         string = text.decode()
-        if self._space is None or _SPACE not in string:
+        if self._space is None or SPACE not in string:
             return np.array(self.processor.encode(string), np.int32)
-        ids, *others = self.processor.encode(string.split(_SPACE))
+        ids, *others = self.processor.encode(string.split(SPACE))
         for segment in others:
             ids += self._space + segment
         return np.array(ids, np.int32)

@@ -18,8 +18,9 @@ def define_flags() -> None:
     command.define_place("output", None, "file or URL to write, such as tokenizer.model")
     default = "config.model.vocab_size by default"
     flags.DEFINE_integer("vocab_size", None, f"ids of the tokenizer; {default}")
-    kinds = ["unigram", "bpe"]
-    flags.DEFINE_enum("model_type", "unigram", kinds, "the kind of model; Gemma's is bpe")
+    kinds = ["bpe", "unigram"]
+    kind = "the kind of model; bpe, as Gemma's, has the same ids in llama.cpp, too"
+    flags.DEFINE_enum("model_type", "bpe", kinds, kind)
     flags.DEFINE_integer("sample_bytes", 2**26, "learn from at most this much text", lower_bound=1)
     flags.mark_flags_as_required(["config", "output"])
 

@@ -11,6 +11,7 @@ import json
 import zipfile
 from collections.abc import Iterator
 
+import ml_dtypes
 import numpy as np
 from etils import epath
 
@@ -21,10 +22,12 @@ _ANGLE = 2.0**-21  # relative error of a float32 angle, from the power and the p
 ARRAYS = ("frequencies", "cos", "sin", "rotated_queries", "rotated_keys", "scores")
 
 
-def _bfloat16(x):
-    mantissa, exponent = np.frexp(x)
-    mantissa = np.round(mantissa * 2**8)
-    return np.ldexp(mantissa, exponent - 8)
+def _rounded_to(dtype):
+    return lambda x: np.asarray(x).astype(dtype).astype(np.float64)
+
+
+_bfloat16 = _rounded_to(ml_dtypes.bfloat16)
+_float16 = _rounded_to(np.float16)
 
 
 def _interleaved(lanes):
@@ -33,7 +36,11 @@ def _interleaved(lanes):
 
 
 FLOAT32 = "float32 angles (transformers and gemma have them, too; --float32_angles accepts them)"
-_LABELS = {"proportional": "p-RoPE", "partial": "partial rotary"}
+_LABELS = {
+    "proportional": "p-RoPE",
+    "partial": "partial rotary",
+    "linear": "linear scaling of RoPE",
+}
 # Wrong formulas by name: the steps of `predict` that each changes, and how.
 MISTAKES = {
     FLOAT32: {},
@@ -73,12 +80,11 @@ MISTAKES = {
     "bfloat16 positions": {"positions": _bfloat16},
     "bfloat16 frequencies": {"frequencies": _bfloat16},
     "bfloat16 angles": {"angles": _bfloat16},
-    "bfloat16 positions, frequencies and angles": {
-        "positions": _bfloat16,
-        "frequencies": _bfloat16,
-        "angles": _bfloat16,
-    },
+    "bfloat16 positions, frequencies and angles": dict.fromkeys(
+        ("positions", "frequencies", "angles"), _bfloat16
+    ),
     "bfloat16 table of cos and sin": {"cos": _bfloat16, "sin": _bfloat16},
+    "float16 table of cos and sin": {"cos": _float16, "sin": _float16},
     "the rotated values are rounded to bfloat16": {"outputs": _bfloat16},
     "positions begin one too high": {"positions": lambda m: m + 1},
     "the rotation is applied twice": {"positions": lambda m: 2 * m},
@@ -87,6 +93,16 @@ MISTAKES = {
     "the sign of the first lane's sine is wrong": {"first sine": np.negative},
     "the sign of the second lane's sine is wrong": {"second sine": np.negative},
     "lanes that are not rotated are set to zero": {"cos of other lanes": np.zeros_like},
+    "cos and sin are exchanged": {"table": np.flipud},
+    "cos and sin are exchanged in the pairs that rotate": {"rotated table": np.flipud},
+    "in place: the second lane is computed from the first one, already rotated": {
+        "in place": np.flipud
+    },
+    "halves are read, and the lanes that rotate are written first": {"rotated first": True},
+    "linear scaling by 8 in every layer, not in Gemma 3's full layers alone": {
+        "factor": lambda factor: 8
+    },
+    "linear scaling is left out": {"factor": np.ones_like},
 }
 
 
@@ -160,29 +176,33 @@ def predict(case: dict, mistake: dict, error: float = 0.0) -> dict[str, np.ndarr
     k = np.arange(d // 2)
     p = step("p", case["rope_percentage"])
     pairs = int(step("pairs", p * d / 2))
-    widths = {"proportional": d, "partial": max(2 * pairs, 1)}
+    widths = {"partial": max(2 * pairs, 1)}
     encoding = case["encoding"]
-    denominator = widths[mistake.get("denominator", encoding)]
-    distance = widths[mistake.get("pairing", encoding)] // 2
+    denominator = widths.get(mistake.get("denominator", encoding), d)
+    distance = widths.get(mistake.get("pairing", encoding), d) // 2
     theta = float(step("theta", case["max_wavelength"]))
+    factor = step("factor", case.get("rope_scaling_factor", 1))
     is_rotated = step("order of pairs", k) < pairs
-    freqs = np.where(is_rotated, theta ** (-2 * k / denominator), 0.0)
+    freqs = np.where(is_rotated, theta ** (-2 * k / denominator) / factor, 0.0)
     freqs = step("frequencies", freqs) * (1 + error)
     positions = step("positions", case["positions"])
     angles = step("angles", positions[:, None] * freqs)
     cos = step("cos", np.cos(angles))
+    cos, sin = step("rotated table", (cos, step("sin", np.sin(angles))))
     cos = np.where(is_rotated, cos, step("cos of other lanes", 1.0))
-    sin = step("sin", np.sin(angles))
+    cos, sin = step("table", (cos, np.where(is_rotated, sin, 0.0)))
     # Pair k < distance has lanes k and k + distance; the others share what remains, not rotated.
     first = np.where(k < distance, k, k + distance)
     second = np.setdiff1d(np.arange(d), first)
     lanes = step("lanes", np.append(first, second))
     written = step("written", np.argsort(lanes))
+    if "rotated first" in mistake:
+        written = np.argsort(np.tile(~is_rotated, 2), kind="stable")
     arrays = {"frequencies": freqs, "cos": cos, "sin": sin}
     for kind in ("queries", "keys"):
-        inputs = case[kind][:, lanes]
-        first, second = np.split(inputs, 2, axis=1)
+        first, second = np.split(case[kind][:, lanes], 2, axis=1)
         rotated_first = first * cos - second * step("first sine", sin)
+        first, _ = step("in place", (first, rotated_first))
         rotated_second = second * cos + first * step("second sine", sin)
         rotated = np.append(rotated_first, rotated_second, axis=1)
         arrays[f"rotated_{kind}"] = step("outputs", rotated[:, written])

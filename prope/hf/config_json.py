@@ -14,6 +14,7 @@ from prope.hf.families import (
     ACTIVATIONS,
     FAMILIES,
     FULL,
+    MODEL_FIELDS,
     SIZES,
     changed_fields,
     choose_family,
@@ -39,9 +40,15 @@ _TEXT_PARTS = {  # model_type: that of its text_config
 def to_hf(config: ConfigDict, dtype: str) -> dict:
     """Returns config.json for a run's config and the dtype of the tensors.
 
-    Raises UsageError where no class of transformers computes the run.
+    Raises UsageError where no class of transformers computes the run, or it has a field that is not
+    known here.
     """
     model = config.model
+    unknown = [name for name in model if name not in MODEL_FIELDS and model[name] is not None]
+    if unknown:
+        fields = ", ".join(f"config.model.{name}={model[name]}" for name in unknown)
+        problem = "export does not know it, and would leave out what it computes"
+        raise UsageError(f"{fields}: {problem}; write it in prope/hf/families.py")
     ropes = write_rotations(model)
     model_type = choose_family(model, ropes)
     family = FAMILIES[model_type]

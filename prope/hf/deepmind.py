@@ -124,7 +124,7 @@ def open_arrays(source: epath.Path, model: ConfigDict) -> tuple[dict[str, Stored
     shapes = {tensor.name: tensor.shape for tensor in expected}
     check_found(source, found, shapes, _DTYPES, remedy)
     expected.sort(key=lambda tensor: leaves[tensor.name].keys)  # an array's layers together
-    return {name: Stored(folder, leaf) for name, leaf in leaves.items()}, expected
+    return {name: Stored(folder, name, leaf) for name, leaf in leaves.items()}, expected
 
 
 def _name_leaves(folder: epath.Path) -> dict[str, Leaf]:

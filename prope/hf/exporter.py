@@ -1,18 +1,26 @@
 """Writes a checkpoint in the format of the class of transformers that computes it."""
 
+import contextlib
 import functools
+import itertools
 import json
 import math
+from collections.abc import Iterator
 
-from prope.data.tokenizer import load_tokenizer
+from ml_collections import ConfigDict
+
+from prope.config import default_config
+from prope.data.sources.find import find_source, weighted_sources
+from prope.data.tokenizer import SentencePieceTokenizer, load_tokenizer
+from prope.data.vocabulary import split_lines
 from prope.encodings import describe, rotated_pairs
-from prope.errors import log, usage_error
+from prope.errors import RunFailed, UsageError, log, usage_error
 from prope.hf import config_json
 from prope.hf.families import FAMILIES
 from prope.hf.layout import list_tensors, unread_parameters
 from prope.hf.tensors import write_tensors
 from prope.hf.tokenizers import special_fields, write_tokenizer
-from prope.runtime.files import as_path, check_new, new_directory
+from prope.runtime.files import as_path, check_new, is_url, new_directory
 from prope.workdir.run import Run, open_run
 
 
@@ -37,6 +45,9 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
     if config.data.stop_ids:
         special["eos_token_id"] = [special["eos_token_id"], *config.data.stop_ids]
     texts = {"config.json": hf_config | special, "generation_config.json": special}
+    if hf_config["model_type"] == "qwen2" and isinstance(tokenizer, SentencePieceTokenizer):
+        problem = "AutoTokenizer takes Qwen2Tokenizer for it, which gives other ids"
+        log.warning("%s: %s; load it by PreTrainedTokenizerFast", output, problem)
     tensors = list_tensors(config.model, family)
 
     def write(run: Run) -> None:
@@ -47,7 +58,7 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
         with new_directory("output", target) as directory:
             for name, values in texts.items():
                 (directory / name).write_text(json.dumps(values, indent=2) + "\n")
-            write_tokenizer(config.data.tokenizer, tokenizer, directory)
+            write_tokenizer(config.data.tokenizer, tokenizer, directory, _lines(config.data))
             write_tensors(directory, tensors, read, dtype)
 
     run, _ = run.first_undamaged(write)
@@ -61,3 +72,13 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
         "rotated_pairs": rotated_pairs(config.model),
         "workdir": str(workdir),
     }
+
+
+def _lines(data: ConfigDict) -> Iterator[bytes]:
+    """Yields lines of a run's text, if it is on this machine, and of Python's documentation."""
+    for _, source in (*weighted_sources(data), (1, default_config().data)):
+        with contextlib.suppress(RunFailed, UsageError):  # not here any more, or generated
+            is_far = is_url(source.data_dir) or source.store  # a store needs no text
+            documents = [] if is_far else find_source(source).documents()
+            lines = itertools.chain.from_iterable(map(split_lines, documents))
+            yield from itertools.islice(lines, 5_000)

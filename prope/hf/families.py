@@ -15,6 +15,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from prope.config import default_config
+from prope.encodings import FIELDS
 from prope.errors import UsageError, usage_error
 from prope.stack.layers import FULL, LAYER_TYPES, SLIDING, head_dim, layer_kinds
 
@@ -53,6 +54,12 @@ _SHAPES = {
 }
 # By field of config.json: that of config.model for full layers.
 _OF_FULL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_kv_heads"}
+# All fields of config.model that an export writes, and those that change nothing there.
+MODEL_FIELDS = {
+    *("activation", "norm_epsilon", "tied", "attention_scale", "test_window", "test_sinks"),
+    *("dtype", "attention", "global_attention", "scan_layers", "remat"),
+    *(*SIZES.values(), *_FLAGS, *_CAPS.values(), *_SHAPES.values(), *FIELDS),
+}
 _LOOKS_AHEAD = "use_bidirectional_attention"
 _SCALAR = "query_pre_attn_scalar"  # = attention_scale ** -2
 # Fields of configs that change what a class computes, unless they are null, false or 0.

@@ -149,8 +149,9 @@ def check_tensors(source: epath.Path, stored: dict[str, Stored], expected: list[
     if HEAD in stored:
         shapes[HEAD] = shapes[EMBEDDING]
     found = {}
-    for name, (_, values) in stored.items():
-        found[name] = (tuple(values.get_shape()), values.get_dtype())
+    for name, tensor in stored.items():
+        name = name if name in shapes else tensor.name  # as the file has it
+        found[name] = (tuple(tensor.values.get_shape()), tensor.values.get_dtype())
     remedy = "a checkpoint has the tensors that its config.json leads to: download both again, or "
     remedy += "load it with transformers, dequantized, and call save_pretrained"
     check_found(source, found, shapes, _DTYPES, remedy)

@@ -66,11 +66,10 @@ def _rope(model: ConfigDict, p: float, window: int | None, freqs: np.ndarray) ->
         problem = "no class of transformers removes pairs"
         remedy = "export the run with another scaling"
         raise usage_error("config.model.rope_scaling_type", scaling, problem, remedy)
-    scale = logit_scale(model)
+    scale = logit_scale(model, window is not None, bool(freqs.any()))
     if window is not None:
         theta = model.local_max_wavelength or theta
         scaling = "none"
-        scale = 1.0
     plain_rope = model.rope_type == "proportional" and np.all(freqs > 0)
     scale_is_named = scale == 1 or scaling == "yarn"
     if scaling in _SCALINGS and plain_rope and scale_is_named:
@@ -142,12 +141,11 @@ def read_rotation(family: Family, values: dict) -> dict:
         for name in ("max_wavelength", "rope_percentage"):
             if local[name] != model[name]:
                 model[f"local_{name}"] = local[name]
-    if is_scaled and SLIDING in kinds:
+    if is_scaled and (SLIDING, True) in zip(kinds, rotated, strict=True):
         problem = "this decoder scales no layers with a window"
         raise UsageError(f"the rotation is {json.dumps(by_kind)}: {problem}")
-    if "logit_scale" in model and not all(rotated):
-        problem = "it scales the logits of layers without rotation here; give attention_factor=1"
-        raise UsageError(f"the rotation is {json.dumps(by_kind[main])}: {problem}")
+    if not any(rotated):
+        model.pop("logit_scale", None)
     if not all(rotated):
         p = model["rope_percentage"]
         model["rope_percentage"] = tuple(p if rotates else 0.0 for rotates in rotated)
@@ -180,7 +178,7 @@ def _ropes_by_kind(family: Family, values: dict) -> dict[str, dict]:
     if written and not (isinstance(written, dict) and written.keys() <= {FULL, SLIDING}):
         problem = f"must be an object with {FULL} and {SLIDING}"
         raise wrong(values, "rope_parameters", problem)
-    names = ("rope_theta", "rope_scaling", "max_position_embeddings")
+    names = ("rope_theta", "rope_scaling", "partial_rotary_factor", "max_position_embeddings")
     full = {name: values.get(name) for name in names}
     name = "rope_local_base_freq"
     local_theta = positive(values, name) if family.reads(name) else None

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -18,7 +19,10 @@ from prope.hf.layout import HEAD, INDEX, WEIGHTS, Tensor
 from prope.runtime import watchdog
 from prope.workdir.run import check_disk
 
-_PREFIX = re.compile(r"^(model\.language_model|language_model\.model|language_model|model)\.")
+_KNOWN = r"(?:model\.language_model|language_model\.model|language_model|model)\."
+_PREFIX = re.compile(f"^{_KNOWN}")
+# What stands before a known prefix, where a program has saved the model inside another.
+_WRAPPER = re.compile(rf"((?:.+?\.)??)(?:{_KNOWN})?embed_tokens\.")
 _NOT_TEXT = {
     *("vision_tower", "audio_tower", "multi_modal_projector"),
     *("embed_vision", "embed_audio", "vision_embedder"),
@@ -30,6 +34,7 @@ class Stored(NamedTuple):
     """A tensor in a file."""
 
     file: epath.Path
+    name: str  # there
     values: Any  # read from the file where it is indexed; has get_shape() and get_dtype()
 
 
@@ -38,12 +43,18 @@ def open_tensors(source: epath.Path) -> dict[str, Stored]:
 
     As there, buffers of frequencies are left out, and those of a model without a head lack their
     prefix. So are the parts of a model that read images and sounds. Raises UsageError where a file
-    is not whole.
+    is not whole, or holds a wrapped model.
     """
     tensors = {}
     for name, tensor in _open_all(source).items():
         if name.endswith("rotary_emb.inv_freq") or _NOT_TEXT & set(name.split(".")):
             continue
+        wrapper = _WRAPPER.match(name)
+        if wrapper and wrapper[1]:
+            problem = f"its tensors begin with {wrapper[1]}, for a program has wrapped the model"
+            remedy = "load it there, unwrap it (.module, ._orig_mod) or merge its adapter "
+            remedy += "(merge_and_unload()), then call save_pretrained"
+            raise UsageError(f"{tensor.file}: {problem}; {remedy}")
         bare = _PREFIX.sub("", name)
         known = bare if bare == HEAD else f"model.{bare}"
         if known in tensors:
@@ -85,7 +96,7 @@ def _open_file(path: epath.Path) -> dict[str, Stored]:
     except (SafetensorError, OSError) as error:
         problem = f"not a whole safetensors file ({error})"
         raise UsageError(f"{path}: {problem}; download it again") from None
-    return {name: Stored(path, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
+    return {name: Stored(path, name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
 
 
 def write_tensors(
@@ -134,6 +145,8 @@ def _write_file(
         parameter = read(tensor.path, tensor.layer)
         values[tensor.name] = tensor.read(parameter, jnp.dtype(dtype))
     save_file(values, path, {"format": "pt"})  # transformers requires this entry
+    # For all whom the umask lets read the folder; the library makes it the owner's alone.
+    os.chmod(path, os.stat(path.parent).st_mode & 0o666)
 
 
 def check_found(

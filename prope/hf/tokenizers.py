@@ -1,10 +1,17 @@
 """Finds, checks, copies and writes the tokenizer files of a checkpoint."""
 
 import json
+from collections.abc import Iterable
 
 from etils import epath
 
-from prope.data.tokenizer import GEMMA_IDS, Tokenizer, load_tokenizer, read_beside
+from prope.data.tokenizer import (
+    SPACE,
+    SentencePieceTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    read_beside,
+)
 from prope.errors import UsageError, log, usage_error
 from prope.runtime.files import TOKENIZER_FILES, absolute, as_path, tokenizer_file
 
@@ -51,7 +58,9 @@ def find_tokenizer(
     if vocab_size < tokenizer.text_size:
         problem = f"vocab_size={vocab_size}, {tokenizer_has} {tokenizer.text_size} ids"
         raise UsageError(f"{source}: {problem}; {_REMEDY}")
-    for field in ("bos_token_id", "eos_token_id"):
+    # A tuned checkpoint's own tokenizer may have another end, which `read_stop_ids` adds.
+    fields = ("bos_token_id",) if beside else ("bos_token_id", "eos_token_id")
+    for field in fields:
         ours = special_fields(tokenizer)[field]
         theirs = values.get(field)
         if None not in (ours, theirs) and ours not in _as_list(theirs):
@@ -65,12 +74,18 @@ def _as_list(ids) -> list:
 
 
 def read_stop_ids(source: epath.Path, values: dict, vocab_size: int, eos: int) -> tuple[int, ...]:
-    """Lists the ids besides `eos` at which transformers stops, as generation_config.json has them.
+    """Lists the ids besides `eos`, the tokenizer's, at which a text ends.
 
-    Raises UsageError where one is no id.
+    These are where transformers stops, as generation_config.json has them; and those of
+    config.json, where `eos` is none of them. Raises UsageError where one is no id.
     """
+    in_config = _as_list(values.get("eos_token_id"))
     values = values | read_beside(source / "config.json", "generation_config.json")
     ids = _as_list(values.get("eos_token_id", eos))
+    if {eos, None}.isdisjoint(in_config):
+        ids = [*ids, *in_config]
+        ends = f"eos_token_id={in_config}, the tokenizer's end token is {eos}"
+        log.info("%s/config.json: %s: documents end with it, samples with either", source, ends)
     for stop in ids:
         if stop is not None and (type(stop) is not int or not 0 <= stop < vocab_size):
             problem = f"must be ids below vocab_size={vocab_size}"
@@ -111,21 +126,86 @@ def special_fields(tokenizer: Tokenizer) -> dict:
     return {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": None if pad == eos else pad}
 
 
-def write_tokenizer(name: str, tokenizer: Tokenizer, folder: epath.Path) -> None:
-    """Writes a run's tokenizer so that AutoTokenizer of transformers gives the same ids."""
+def write_tokenizer(
+    name: str, tokenizer: Tokenizer, folder: epath.Path, texts: Iterable[bytes] = ()
+) -> None:
+    """Writes a run's tokenizer so that AutoTokenizer of transformers gives the same ids.
+
+    A SentencePiece model gets a tokenizer.json, which transformers reads as it is; of the model
+    alone it makes one of another kind. Raises UsageError where what was written gives other ids for
+    one of `texts`.
+    """
     if name == "byte":
         ids = "the ids of a text are 2, then 4 more than each of its bytes"
         log.info("transformers has no byte tokenizer: %s", ids)
         return
     _copy_files(name, folder)
-    if getattr(tokenizer, "adds_space", False):
-        problem = "AutoTokenizer leaves out the space that it puts before a text"
-        log.warning("%s: %s; read it with sentencepiece there", name, problem)
     file = folder / "tokenizer_config.json"
     values = read_beside(file, file.name)
+    if not (folder / "tokenizer.json").is_file():
+        (folder / "tokenizer.json").write_text(_convert(tokenizer))
+        values.pop("tokenizer_class", None)
     if "tokenizer_class" not in values:
         text = json.dumps(_tokenizer_config(tokenizer) | values, indent=2)
         file.write_text(text + "\n")
+    written = load_tokenizer(str(folder))
+    for text in texts:
+        text = text.replace(SPACE.encode(), b" ")  # the same to a converted model
+        ids = tokenizer.encode(text)
+        others = written.encode(text)
+        # Of two cuts that are as likely, sums in float32, as SentencePiece's, may take the other.
+        is_same = len(ids) == len(others) and tokenizer.decode(ids) == tokenizer.decode(others)
+        if not is_same:
+            problem = f"the tokenizer.json that is made of it gives other ids for {text[:60]}"
+            remedy = "put one that gives the same ids beside it, which is copied"
+            raise usage_error("config.data.tokenizer", name, problem, remedy)
+
+
+def _convert(tokenizer: SentencePieceTokenizer) -> str:
+    """Returns the tokenizer.json of a SentencePiece model."""
+    import tokenizers
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto
+    from tokenizers import decoders, models, normalizers, processors
+
+    proto = ModelProto.FromString(tokenizer.processor.serialized_model_proto())
+    fallback = proto.trainer_spec.byte_fallback
+    _, _, bos, unk, _ = tokenizer.special
+    learnt = {piece.piece: piece.score for piece in proto.pieces if piece.type == piece.NORMAL}
+    if proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM:
+        # The others, which no text is cut into, cost more than any spelling of them.
+        scores = [(piece.piece, learnt.get(piece.piece, -1e4)) for piece in proto.pieces]
+        model = models.Unigram(scores, unk, fallback)
+    else:
+        ids = {piece.piece: number for number, piece in enumerate(proto.pieces)}
+        merges = [
+            (piece[:end], piece[end:])
+            for piece in sorted(learnt, key=learnt.get, reverse=True)
+            for end in range(1, len(piece))
+            if {piece[:end], piece[end:]} <= ids.keys()
+        ]
+        unk_token = proto.pieces[unk].piece
+        model = models.BPE(ids, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=fallback)
+    rules = proto.normalizer_spec
+    steps = []
+    undo = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if rules.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
+    if rules.remove_extra_whitespaces:
+        spaces = tokenizers.Regex(" {2,}")
+        steps += [normalizers.Strip(), normalizers.Replace(spaces, " ")]
+    if rules.add_dummy_prefix:
+        steps.append(normalizers.Prepend(SPACE))
+        undo.append(decoders.Strip(" ", 1, 0))
+    converted = tokenizers.Tokenizer(model)
+    converted.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    converted.decoder = decoders.Sequence(undo)
+    own = [piece.piece for piece in proto.pieces if piece.type == piece.USER_DEFINED]
+    converted.add_tokens(own)
+    if bos is not None:
+        start = proto.pieces[bos].piece
+        template = processors.TemplateProcessing(f"{start} $0", None, [(start, bos)])
+        converted.post_processor = template
+    return converted.to_str()
 
 
 def _tokenizer_config(tokenizer: Tokenizer) -> dict:
@@ -135,16 +215,14 @@ def _tokenizer_config(tokenizer: Tokenizer) -> dict:
     names of the tokens, a family's, and may leave <bos> out.
     """
     special = tokenizer.special
-    if hasattr(tokenizer, "processor"):
+    if isinstance(tokenizer, SentencePieceTokenizer):
         name_of = tokenizer.processor.id_to_piece
-        kind = "GemmaTokenizer" if special == GEMMA_IDS else "LlamaTokenizer"
     else:
         name_of = tokenizer.tokenizer.id_to_token
-        kind = "PreTrainedTokenizerFast"
     ids = special_fields(tokenizer) | {"unk_token_id": special.unk}
     names = {field.removesuffix("_id"): name_of(i) for field, i in ids.items() if i is not None}
     return {
-        "tokenizer_class": kind,
+        "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": special.bos is not None,
         "add_eos_token": False,
         **names,

@@ -1,5 +1,6 @@
 """Tokenizers: learnt, of SentencePiece and of tokenizer.json, as five families have them."""
 
+import itertools
 import json
 import shutil
 import tracemalloc
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 import sentencepiece
 from etils import epath
+from support.commands import CONFIG
 from support.exchange import edit
 from support.heads import analysis_options
-from support.runs import evaluate_run, make_run
+from support.runs import evaluate_run, make_run, save_run
 from support.text import (
     articles,
     data_config,
@@ -48,8 +50,7 @@ from prope.data.tokenizer import (
     token_name,
 )
 from prope.data.vocabulary import sample, split_lines, train_tokenizer
-from prope.hf import exporter, importer
-from prope.hf.tokenizers import write_tokenizer
+from prope.hf import exporter, importer, tokenizers
 from prope.inference import generation
 from prope.inference.generation import Sampling
 from prope.workdir.run import open_run, read_config, write_config
@@ -130,6 +131,14 @@ def test_a_trained_model_has_gemmas_special_ids(model):
     assert [trained.id_to_piece(i) for i in range(4)] == ["<pad>", "<eos>", "<bos>", "<unk>"]
     assert sum(trained.is_byte(i) for i in range(330)) == 256
     assert load_tokenizer(str(model[0])).special == SpecialIds(0, 1, 2, 3)
+
+
+def test_the_command_learns_bpe_which_other_programs_read_alike(run_command, tmp_path):
+    flags = {"config": CONFIG.split("=")[1], "output": tmp_path / "a.model", "vocab_size": 400}
+    flags["sample_bytes"] = 20_000
+    arguments = [f"--{name}={value}" for name, value in flags.items()]
+    done = run_command("prope.data.train_tokenizer", *arguments)
+    assert done.code == 0 and done.result["model_type"] == "bpe", done.stderr
 
 
 def test_the_same_text_gives_the_same_file(model, config, bucket):
@@ -580,30 +589,171 @@ def test_transformers_gives_the_same_ids(family, checkpoint):
     assert theirs.eos_token_id == special.eos
 
 
-def test_a_mistral_model_of_sentencepiece(tmp_path, caplog):
-    """The default ids of SentencePiece: unk 0, bos 1, eos 2, no pad; and a space before texts."""
+def learn(folder, kind, **options):
+    """A SentencePiece model as its trainer makes it, but for these options."""
+    options = {"byte_fallback": True, "vocab_size": 400, "minloglevel": 2} | options
+    options["hard_vocab_limit"] = False
+    lines = [line for text in articles(60) for line in text.splitlines() if line]
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(articles(50)),
-        model_prefix=str(tmp_path / "tokenizer"),
-        vocab_size=320,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        minloglevel=2,
+        sentence_iterator=iter(lines),
+        model_prefix=str(folder / "tokenizer"),
+        model_type=kind,
+        **options,
     )
-    file = str(tmp_path / "tokenizer.model")
-    ours = load_tokenizer(str(tmp_path))
-    assert ours.special == SpecialIds(2, 2, 1, 0)
-    for text in TEXTS:
-        ids = ours.encode(text.encode())
-        assert ids.tolist() == processor(file).encode(text)
-        assert ours.decode(ids) == text.replace("▁", " ")
-    (tmp_path / "out").mkdir()
-    write_tokenizer(file, ours, epath.Path(tmp_path / "out"))
-    assert "AutoTokenizer leaves out the space" in caplog.text
-    written = load_tokenizer(str(tmp_path / "out"))
-    assert (written.special, written.fingerprint) == (ours.special, ours.fingerprint)
+    return folder / "tokenizer.model"
+
+
+def exported_with(tmp_path, tokenizer, **fields):
+    """The folder of an export of a run with this tokenizer, and the tokenizer."""
+    ours = load_tokenizer(str(tokenizer))
+    make_run(tmp_path / "run", tokenizer=tokenizer, vocab_size=ours.vocab_size, **fields)
+    exporter.export(tmp_path / "run", tmp_path / "hf")
+    return tmp_path / "hf", ours
+
+
+IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+# How models of SentencePiece differ: by name, options of its trainer. "" is its own default.
+MODELS = {
+    "": {},
+    "as Mistral's": IDENTITY,
+    "as Gemma's": IDENTITY | {"add_dummy_prefix": False, "user_defined_symbols": ["<turn>", "\n"]},
+    "without bytes": {"byte_fallback": False, "vocab_size": 100},
+    "other special tokens": {"bos_id": -1, "eos_id": 0, "unk_id": 1, "control_symbols": ["<c>"]},
+}
+
+
+QUICK = (("unigram", ""), ("unigram", "as Gemma's"), ("bpe", "as Mistral's"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(("unigram", "bpe", "char"), MODELS)
+    ],
+)
+def test_a_sentencepiece_model_is_exported_as_a_tokenizer_json(tmp_path, kind, name):
+    """Which gives the ids that SentencePiece gives, and comes back with the run."""
+    file = learn(tmp_path, kind, **MODELS[name])
+    folder, ours = exported_with(tmp_path, file)
+    assert (folder / "tokenizer.model").read_bytes() == file.read_bytes()
+    written = load_tokenizer(str(folder))
+    assert written.special[:3] == ours.special[:3]
+    theirs = processor(file)
+    spelled = [] if kind == "unigram" else ["<s>", "<0x0A><c>"]  # unless its characters are known
+    for text in [*TEXTS, *articles(40), "<turn>a\n <turn>", "ﬁ ②", *spelled]:
+        text = text.replace("▁", " ")
+        ids = theirs.encode(text)
+        assert written.encode(text.encode()).tolist() == ids, text
+        assert written.decode(ids) == ours.decode(ids) or name == "without bytes"
+    importer.import_run(folder, tmp_path / "back")
+    back = load_tokenizer(open_run(tmp_path / "back").config.data.tokenizer)
+    assert (back.special, back.fingerprint) == (written.special, written.fingerprint)
+
+
+# By class, fields of a run that becomes it.
+CLASSES = {
+    "Gemma": {},
+    "Gemma3": {"post_norms": True, "use_qk_norm": True},
+    "Llama": {"scale_embedding": False, "activation": "silu"},
+    "Qwen3": {"scale_embedding": False, "use_qk_norm": True},
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["Gemma", *(pytest.param(name, marks=pytest.mark.slow) for name in [*CLASSES][1:])]
+)
+def test_autotokenizer_gives_the_ids_of_both_kinds(model, config, tmp_path, name):
+    """And has no token beyond the model's vocabulary."""
+    transformers = pytest.importorskip("transformers")
+    folder, ours = exported_with(tmp_path, model[0], **CLASSES[name])
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert len(theirs) == ours.vocab_size == 330
+    texts = [text.decode() for text in find_source(config.data).documents()]
+    for text in [*texts[:50], *TEXTS, "    a\n\n\tb"]:
+        text = text.replace("▁", " ")
+        ids = ours.encode(text.encode()).tolist()
+        assert theirs(text)["input_ids"] == [2, *ids]
+        assert theirs.decode(ids) == text
+    ids = (theirs.pad_token_id, theirs.eos_token_id, theirs.bos_token_id, theirs.mask_token)
+    assert ids == (0, 1, 2, None)
+
+
+def test_an_export_to_qwen2_tells_that_autotokenizer_reads_it_otherwise(
+    tmp_path, caplog, sentencepiece_model
+):
+    """It takes Qwen2Tokenizer for every qwen2, which cuts bytes."""
+    fields = {"scale_embedding": False, "qkv_bias": True}
+    folder, ours = exported_with(tmp_path, sentencepiece_model, **fields)
+    assert "load it by PreTrainedTokenizerFast" in caplog.text
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    for text in articles(5):
+        assert theirs(text)["input_ids"] == [2, *ours.encode(text.encode())]
+
+
+def test_the_class_of_an_imported_sentencepiece_model_is_not_kept(tmp_path):
+    """Another makes BPE of its pieces; the rest of the file stays."""
+    learn(tmp_path, "unigram")
+    values = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False, "model_max_length": 9}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+    folder, _ = exported_with(tmp_path, tmp_path)
+    written = json.loads((folder / "tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert (written["add_bos_token"], written["model_max_length"]) == (False, 9)
+
+
+def shift(values):
+    """Every id is the next one."""
+    vocab = values["model"]["vocab"]
+    values["model"]["vocab"] = {piece: (i + 1) % len(vocab) for piece, i in vocab.items()}
+
+
+def reverse(values):
+    values["model"]["merges"].reverse()
+
+
+def forget_spaces(values):
+    values["normalizer"] = None
+
+
+@pytest.mark.parametrize("change", [shift, reverse, forget_spaces])
+def test_no_export_succeeds_with_another_tokenizer(tmp_path, monkeypatch, change):
+    """What is written is read back and compared, on texts of the run too."""
+    file = learn(tmp_path, "bpe", **IDENTITY)
+    convert = tokenizers._convert
+
+    def convert_wrongly(tokenizer):
+        values = json.loads(convert(tokenizer))
+        change(values)
+        return json.dumps(values)
+
+    monkeypatch.setattr(tokenizers, "_convert", convert_wrongly)
+    line = refusal(exported_with, tmp_path, file)
+    assert f"config.data.tokenizer={file}: " in line and "tokenizer.json" in line
+    assert not (tmp_path / "hf").exists() and not (tmp_path / "hf.part").exists()
+
+
+def test_the_written_tokenizer_is_compared_on_the_run_s_own_texts(tmp_path):
+    """Texts with a symbol that Python's documentation has not: a space is put before it."""
+    file = learn(tmp_path, "bpe", **IDENTITY, user_defined_symbols=["<turn>"])
+    (tmp_path / "text").mkdir()
+    write_lines(tmp_path / "text" / "a.jsonl", [{"text": "a <turn>b <turn>c"}] * 9)
+    config, params = make_run(tmp_path / "docs", tokenizer=file, vocab_size=400)
+    exporter.export(tmp_path / "docs", tmp_path / "hf")
+    for place in ("text", "gone"):
+        config.data.update({"dataset": "files", "data_dir": str(tmp_path / place)})
+        save_run(tmp_path / f"run-{place}", config, params)
+    assert "<turn>" in refusal(exporter.export, tmp_path / "run-text", tmp_path / "other")
+    exporter.export(tmp_path / "run-gone", tmp_path / "other")  # on Python's texts alone
+
+
+def test_a_model_of_words_is_refused(tmp_path):
+    """SentencePiece splits at spaces before it looks for words, and no tokenizer.json does here."""
+    file = learn(tmp_path, "word", vocab_size=300)
+    assert "put one that gives the same ids beside it" in refusal(exported_with, tmp_path, file)
+    make_run(tmp_path / "others", tokenizer=write(llama, tmp_path), vocab_size=400)
+    exporter.export(tmp_path / "others", tmp_path / "hf")
 
 
 @pytest.mark.parametrize(("name", "is_one"), [("words/", True), ("checkpoints", False)])
@@ -684,7 +834,7 @@ def test_models_that_cannot_be_trained(config, tmp_path, flags, mentions):
     ("make", "vocab_size", "fields", "mentions"),
     [
         (qwen, 301, {}, "vocab_size=301"),
-        (llama, 400, {"eos_token_id": 5}, "eos_token_id=5"),
+        (llama, 400, {"bos_token_id": 5}, "bos_token_id=5"),
         (smollm, 400, {"eos_token_id": [0, 400]}, "eos_token_id=[0, 400]"),
     ],
 )
@@ -704,6 +854,35 @@ def test_checkpoints_whose_tokenizer_does_not_fit(tmp_path, make, vocab_size, fi
     edit(tmp_path / "hf", **{"eos_token_id": ids.eos, "bos_token_id": ids.bos} | fields)
     assert mentions in refusal(importer.import_run, tmp_path / "hf", tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation", "expected"),
+    [(0, None, (0,)), ([0, 3], None, (0, 3)), (0, [2, 5], (0, 5)), ([2, 3], None, (3,))],
+)
+def test_the_end_of_a_tuned_checkpoint_is_its_tokenizer_s(
+    tmp_path, caplog, in_config, in_generation, expected
+):
+    """What config.json has instead ends a sample, too. The tokenizer's is 2 here."""
+    caplog.set_level("INFO")
+    make_run(tmp_path / "run", tokenizer=write(llama, tmp_path), vocab_size=400)
+    exporter.export(tmp_path / "run", tmp_path / "hf")
+    roles = {"eos_token": "<|eot|>", "bos_token": "<|begin_of_text|>"}
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(roles))
+    edit(tmp_path / "hf", eos_token_id=in_config)
+    (tmp_path / "hf" / "generation_config.json").unlink()
+    if in_generation is not None:
+        values = json.dumps({"eos_token_id": in_generation})
+        (tmp_path / "hf" / "generation_config.json").write_text(values)
+    importer.import_run(tmp_path / "hf", tmp_path / "back")
+    config = open_run(tmp_path / "back").config
+    assert load_tokenizer(config.data.tokenizer).special.eos == 2
+    assert tuple(config.data.stop_ids) == expected
+    is_said = "the tokenizer's end token is 2" in caplog.text
+    assert is_said == (2 not in np.atleast_1d(in_config))
+    exporter.export(tmp_path / "back", tmp_path / "again")
+    written = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert written["eos_token_id"] == [2, *expected]
 
 
 def test_a_token_for_images_may_lie_beyond_the_model(tmp_path):

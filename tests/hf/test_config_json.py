@@ -12,9 +12,9 @@ from support.models import small
 from support.runs import SIZES
 
 from prope.config import default_config, set_layer_percentages
-from prope.encodings import layer_percentages
+from prope.encodings import layer_frequencies, layer_percentages, logit_scale
 from prope.hf import config_json
-from prope.hf.families import ACTIVATIONS, FAMILIES, choose_family
+from prope.hf.families import ACTIVATIONS, FAMILIES, MODEL_FIELDS, choose_family
 from prope.hf.layout import list_tensors
 from prope.hf.rotation import write_rotations
 from prope.stack.layers import layer_kinds, layer_windows
@@ -208,6 +208,57 @@ def test_rotations_by_kind_of_layer_and_of_older_files(tmp_path):
         assert (model.rope_percentage, model.max_wavelength) == (0.25, 1e6)
         model = read_model(tmp_path, "gemma", **{name: {"rope_type": "default", "rope_theta": 1e5}})
         assert (model.rope_percentage, model.max_wavelength) == (1.0, 1e5)
+
+
+@pytest.mark.parametrize("share", [0, 0.0, 0.25, 1])
+def test_a_share_of_the_whole_file_is_that_of_every_rotation(tmp_path, share):
+    """Zero is a value, in every form; a rotation's own share goes first."""
+    rope = {"rope_type": "proportional", "rope_theta": 1e6}
+    fields = {"partial_rotary_factor": share}
+    for name in ("rope_parameters", "rope_scaling"):
+        assert read_model(tmp_path, "llama", **fields, **{name: rope}).rope_percentage == share
+    both = {"rope_parameters": {FULL: rope, SLIDING: rope | {"partial_rotary_factor": 0.5}}}
+    for model_type in ("gemma3_text", "gemma4_text"):
+        model = read_model(tmp_path, model_type, **fields, **both)
+        assert (model.rope_percentage, model.local_rope_percentage) == (share, 0.5)
+    if share != 1:
+        values = {"model_type": "llama", "rope_theta": 1e4} | fields
+        refuse(tmp_path, values, f"partial_rotary_factor={share}")
+
+
+SMOLLM_3 = FILES["SmolLM3-3B"]
+CARD = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536}
+
+
+@pytest.mark.parametrize(
+    ("fields", "rotated", "windows"),
+    [
+        ({}, [1, 1, 1, 0] * 9, [None] * 36),
+        ({"no_rope_layers": [0, 1] * 18}, [0, 1] * 18, [None] * 36),
+        ({"use_sliding_window": True, "sliding_window": 9}, [1, 1, 1, 0] * 9, [*[None] * 3, 9] * 9),
+        ({"no_rope_layers": [0] * 36}, [0] * 36, [None] * 36),
+    ],
+)
+def test_yarn_in_smollm3_is_of_the_layers_that_rotate(tmp_path, fields, rotated, windows):
+    """As its card has it for long texts: nothing multiplies the logits of the others."""
+    values = SMOLLM_3 | {"rope_scaling": CARD, "max_position_embeddings": 131072} | fields
+    config, _ = read(tmp_path, values)
+    model = config.model
+    assert layer_windows(model) == windows
+    scales = []
+    for freqs, window in zip(layer_frequencies(model), windows, strict=True):
+        scales.append(logit_scale(model, window is not None, freqs.any()))
+    expected = [(0.1 * math.log(2) + 1) ** 2 if rotates else 1 for rotates in rotated]
+    np.testing.assert_allclose(scales, expected, rtol=1e-12)
+    assert [freqs.any() for freqs in layer_frequencies(model)] == list(map(bool, rotated))
+    if any(rotated):
+        again, _ = read(tmp_path, config_json.to_hf(config, "float32"))
+        assert again.model.to_dict() == model.to_dict() | {"dtype": "float32"}
+
+
+def test_a_scaled_rotation_of_windows_is_still_refused(tmp_path):
+    fields = {"rope_scaling": CARD, "layer_types": [SLIDING] * 36, "sliding_window": 9}
+    refuse(tmp_path, SMOLLM_3 | fields, "scales no layers with a window")
 
 
 def test_the_outer_ids_of_a_model_of_images_are_kept(tmp_path):
@@ -442,3 +493,17 @@ def test_what_no_class_computes_is_not_exported(fields, named, nearest):
     line = refusal(lambda: choose_family(model, write_rotations(model)))
     assert f"config.model.{named}" in line
     assert nearest is None or f"nearest, {nearest}ForCausalLM, computes " in line
+
+
+@pytest.mark.parametrize("value", [(0.5, 1.0), 0.25, 0, False])
+def test_a_field_that_export_does_not_know_is_not_left_out(value):
+    """A variant of a reader's own, such as p by head; zero is a value, too."""
+    config = default_config()
+    assert set(config.model) <= MODEL_FIELDS
+    with config.unlocked():
+        config.model.head_percentages = value
+    line = refusal(lambda: config_json.to_hf(config, "float32"))
+    assert f"config.model.head_percentages={value}: " in line
+    with config.ignore_type():
+        config.model.head_percentages = None
+    assert config_json.to_hf(config, "float32")["model_type"] == "gemma"

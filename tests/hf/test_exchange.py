@@ -3,7 +3,9 @@
 import functools
 import json
 import operator
+import os
 import shutil
+import stat
 import tracemalloc
 import types
 
@@ -87,6 +89,21 @@ def test_an_export_in_shards_is_read_back(tmp_path, monkeypatch, exported):
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in whole.values())
     _, run = import_back(tmp_path, shards)
     assert same(run.params(), params_of_run(tmp_path))
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_the_files_of_an_export_have_the_mode_of_the_umask(tmp_path, monkeypatch, exported, umask):
+    """Whole and in shards; the library alone would let only the owner read the weights."""
+    before = os.umask(umask)
+    try:
+        exporter.export(tmp_path / "run", tmp_path / "whole")
+        monkeypatch.setattr(tensor_files, "_MAX_SHARD", 100_000)
+        exporter.export(tmp_path / "run", tmp_path / "shards")
+    finally:
+        os.umask(before)
+    for folder in ("whole", "shards"):
+        modes = {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / folder).iterdir()}
+        assert modes == {0o666 & ~umask}
 
 
 # --- Other forms --------------------------------------------------------------------------------
@@ -257,6 +274,34 @@ def test_what_would_be_loaded_wrongly(tmp_path, exported, case):
     save(exported, {name: value for name, value in tensors.items() if value is not None})
     edit(exported, **fields)
     refused(tmp_path, str(exported), *names)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "remedy"),
+    [
+        ("module.", ".module"),
+        ("_orig_mod.", "._orig_mod"),
+        ("base_model.model.", "merge_and_unload()"),
+        ("module._orig_mod.", "save_pretrained"),
+        ("_fsdp_wrapped_module.", "save_pretrained"),
+        ("model.", "save_pretrained"),  # model.model.layers
+    ],
+)
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_model_that_a_program_has_wrapped(tmp_path, exported, prefix, remedy, bare):
+    """Its prefix is named, of a model with a head or without."""
+    inner = "model." if bare and prefix != "model." else ""
+    tensors = {f"{prefix}{n.removeprefix(inner)}": v for n, v in stored(exported).items()}
+    save(exported, tensors)
+    shown = prefix.replace("base_model.model.", "base_model.") if bare else prefix
+    refused(tmp_path, WEIGHTS, f"begin with {shown},", remedy)
+
+
+def test_unknown_tensors_have_the_names_of_their_file(tmp_path, exported):
+    tensors = {name.removeprefix("model."): values for name, values in stored(exported).items()}
+    names = ["layers.0.self_attn.q_proj.lora_A.weight", "layers.1._orig_mod.mlp.up_proj.weight"]
+    save(exported, tensors | dict.fromkeys(names, zeros(4, 4)))
+    refused(tmp_path, f"unknown tensors: {names[0]}, {names[1]};")
 
 
 def test_a_head_of_its_own_is_read_where_config_json_says_so(tmp_path, exported):

@@ -435,6 +435,50 @@ def imported(libraries, tmp_path_factory):
     return make
 
 
+def yarn(**fields):
+    return rope(5e3, rope_type="yarn", factor=8.0, original_max_position_embeddings=16, **fields)
+
+
+# By name: fields of SmolLM3, of which some layers rotate.
+YARNS = {
+    "every fourth": sizes(4, 2, no_rope_layer_interval=4) | yarn(),
+    "the first": sizes(3, 2, no_rope_layers=[0, 1, 1]) | yarn(),
+    "none": sizes(2, 2, no_rope_layers=[0, 0]) | yarn(),
+    "without a factor": sizes(4, 2, no_rope_layer_interval=2) | yarn(attention_factor=1.0),
+    "with windows": sizes(4, 2, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=5)
+    | yarn(),
+}
+
+
+@pytest.mark.parametrize("name", by_name(YARNS, ["every fourth"]))
+def test_yarn_where_some_layers_do_not_rotate(libraries, tmp_path, name):
+    """Whole, and one token after the other with a cache; and there again."""
+    transformers, torch = libraries
+    config = transformers.SmolLM3Config(**COMMON | YARNS[name])
+    theirs = draw(torch, transformers.SmolLM3ForCausalLM(config).float().eval())
+    expected = compute(torch, theirs, TOKENS)
+    theirs.save_pretrained(tmp_path / "hf")
+    importer.import_run(tmp_path / "hf", tmp_path / "run")
+    run = open_run(tmp_path / "run")
+    ours = run.config.model
+    params = run.params()
+    assert distance(ours, params, expected) < BOUND
+    plain = ours.copy_and_resolve_references()
+    plain.logit_scale = "none"
+    is_scaled = name not in ("none", "without a factor")
+    assert (distance(plain, params, expected) > 50 * BOUND) == is_scaled
+    decode = jax.jit(functools.partial(model.decode, ours))
+    cache = empty_cache(ours, 2, 24)
+    for start in range(24):
+        tokens = jnp.asarray(TOKENS[:, start : start + 1], jnp.int32)
+        hidden, cache = decode(params, tokens, cache, jnp.full(2, start, jnp.int32))
+        logits = model.logits(ours, params, hidden)
+        assert np.abs(logits - expected[:, start : start + 1]).max() < BOUND
+    exporter.export(tmp_path / "run", tmp_path / "again")
+    again = compute(torch, load(libraries, tmp_path / "again"), TOKENS)
+    assert np.abs(again - expected).max() < BOUND
+
+
 def distance(config, params, expected):
     """The largest difference of a logit."""
     return np.abs(compute_ours(config, params, TOKENS) - expected).max()

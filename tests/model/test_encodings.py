@@ -286,6 +286,26 @@ def test_logit_scales_have_the_numbers_of_their_formulas():
     assert encodings.logit_scale(small()) == 1
 
 
+@pytest.mark.parametrize(
+    ("p", "scaled"), [((1.0, 0.0), [0]), ((0.0, 0.5), [1]), ((0.0, 0.0), [0, 1])]
+)
+def test_yarn_s_logits_are_of_the_layers_that_rotate_where_some_do(p, scaled):
+    """The same as queries' weights times the factor, in these layers alone."""
+    factor = {"rope_scaling_factor": 4.0, "logit_scale": "yarn"}
+    config = small(num_layers=2, **factor)
+    plain = small(num_layers=2)
+    for changed in (config, plain):
+        with changed.ignore_type():
+            changed.rope_percentage = p
+    params, *inputs = draw_model(config)
+    run = functools.partial(forward, config)
+    actual, movement = measure_rounding(lambda params: run(params, *inputs), params)
+    weights = params["layers"]["attn"]["q_einsum"]
+    factors = np.where(np.isin([0, 1], scaled), 1.296476993, 1.0)
+    weights["w"] = weights["w"] * factors[:, None, None, None].astype(np.float32)
+    assert_equal_but_rounding(forward(plain, params, *inputs), actual, movement)
+
+
 # --- The decoder --------------------------------------------------------------------------------
 
 GEMMA = {

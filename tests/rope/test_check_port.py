@@ -34,6 +34,7 @@ from prope.rope import apply_p_rope, rotate, rotation_table
 CASES = load_cases()
 PROPORTIONAL = [name for name in CASES if name.startswith("proportional")]
 PARTIAL = [name for name in CASES if name.startswith("partial")]
+LINEAR = [name for name in CASES if name.startswith("linear")]
 FEW = [
     "proportional_d16_p0",
     "proportional_d16_p0.25",
@@ -76,20 +77,22 @@ def mistake_in(values):
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_golden_values_are_the_formula_s(name):
-    """Partial rotary rotates its lanes as RoPE rotates a head of that width."""
+    """Partial rotary rotates its lanes as RoPE a head of that width; linear scaling, positions."""
     case = CASES[name]
     d, theta, p = settings(name)
+    factor = case.get("rope_scaling_factor", 1)
+    assert factor == (8 if name in LINEAR else 1)
     width = d
     if name in PARTIAL:
         width = 2 * (int(p * d) // 2)
         p = 1
-    freqs = oracles.frequencies(width, theta, p)
+    freqs = oracles.frequencies(width, theta, p) / factor
     freqs = np.append(freqs, np.zeros((d - width) // 2))
     angles = case["positions"][:, None] * freqs
     expected = {"frequencies": freqs, "cos": np.cos(angles), "sin": np.sin(angles)}
     for kind in ("queries", "keys"):
         lanes = case[kind][None, :, None, :width]
-        rotated = oracles.rotation(lanes, case["positions"][None], theta, p)[0, :, 0]
+        rotated = oracles.rotation(lanes, case["positions"][None] / factor, theta, p)[0, :, 0]
         expected[f"rotated_{kind}"] = np.append(rotated, case[kind][:, width:], axis=1)
     expected["scores"] = expected["rotated_queries"] @ expected["rotated_keys"].T
     np.testing.assert_allclose(case["frequencies"], freqs, rtol=1e-14)
@@ -103,7 +106,7 @@ def test_the_golden_values_are_the_formula_s(name):
 def test_the_golden_files_can_be_written_again(tmp_path):
     write_golden.main(tmp_path)
     files = sorted(tmp_path.iterdir())
-    assert [file.name for file in files] == ["partial.json", "proportional.json"]
+    assert [file.name for file in files] == ["linear.json", "partial.json", "proportional.json"]
     for file in files:
         assert file.read_bytes() == (ROOT / "prope/golden" / file.name).read_bytes()
     source = (ROOT / "tests/support/write_golden.py").read_text()
@@ -116,7 +119,7 @@ def test_the_golden_files_are_installed(tmp_path):
     build += ["--directory", tmp_path]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=60)
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        for name in ("partial", "proportional"):
+        for name in ("linear", "partial", "proportional"):
             assert json.loads(wheel.read(f"prope/golden/{name}.json"))
 
 
@@ -151,7 +154,7 @@ def computed(module, names, kinds=ARRAYS):
 )
 def test_prope_passes(kinds):
     verdict, result = check(computed(sys.modules["prope.rope"], FEW, kinds))
-    assert verdict.startswith("equal to p-RoPE in 4 of 17 cases within")
+    assert verdict.startswith("equal to p-RoPE in 4 of 19 cases within")
     assert result["equal"] and result["mistake"] is None
     assert result["max_error"] < TOLERANCE
     assert result["encoding"] == "proportional"
@@ -217,6 +220,11 @@ def bfloat16(x):
     return x.astype(ml_dtypes.bfloat16).astype(np.float64)
 
 
+IN_PLACE = "in place: the second lane is computed from the first one, already rotated"
+ROTATED_FIRST = "halves are read, and the lanes that rotate are written first"
+SCALED = "linear scaling by 8 in every layer, not in Gemma 3's full layers alone"
+FLOAT16 = "float16 table of cos and sin"
+EXCHANGED = "cos and sin are exchanged in the pairs that rotate"
 # What each port changes, for d = head_dim, n rotated pairs and positions m. `width` is the
 # exponent's denominator; `distance` is that of a pair's lanes, 0: they are neighbours.
 PORTS = {
@@ -242,6 +250,12 @@ PORTS = {
     "positions begin one too high": lambda c: {"m": c.m + 1},
     "the rotation is applied twice": lambda c: {"m": 2 * c.m},
     "the rotation has the wrong direction": lambda c: {"m": -c.m},
+    IN_PLACE: lambda c: {"in_place": True},
+    ROTATED_FIRST: lambda c: {"rotated_first": True},
+    SCALED: lambda c: {"factor": 8},
+    FLOAT16: lambda c: {"table": np.float16},
+    EXCHANGED: lambda c: {"exchanged": True},
+    "cos and sin are exchanged": lambda c: {"exchanged": True, "stored": c.d // 2},
 }
 PARTIAL_PORTS = {
     "p-RoPE instead of partial rotary: denominator and pairing": lambda c: {},
@@ -252,6 +266,16 @@ PARTIAL_PORTS = {
         "width": 2 * c.n
     },
     "interleaved lanes: lane 2k pairs with 2k + 1": lambda c: {"width": 2 * c.n, "distance": 0},
+    FLOAT16: lambda c: {"width": 2 * c.n, "distance": c.n, "table": np.float16},
+    IN_PLACE: lambda c: {"width": 2 * c.n, "distance": c.n, "in_place": True},
+    SCALED: lambda c: {"width": 2 * c.n, "distance": c.n, "factor": 8},
+    EXCHANGED: lambda c: {"width": 2 * c.n, "distance": c.n, "exchanged": True},
+}
+LINEAR_PORTS = {
+    "linear scaling is left out": lambda c: {"factor": 1},
+    IN_PLACE: lambda c: {"in_place": True},
+    FLOAT16: lambda c: {"table": np.float16},
+    "interleaved lanes: lane 2k pairs with 2k + 1": lambda c: {"distance": 0},
 }
 
 
@@ -271,15 +295,23 @@ def ported(port, name, dtype=np.float64, table=np.asarray, sign=1):
         m=case["positions"],
         width=d,
         distance=d // 2,
+        factor=case.get("rope_scaling_factor", 1),
+        stored=None,
         round_freqs=np.asarray,
         round_angles=np.asarray,
+        table=table,
+        exchanged=False,
+        in_place=False,
+        rotated_first=False,
     )
     vars(c).update(port(c))
-    first = np.arange(c.n)
-    freqs = c.round_freqs(c.theta ** (-2 * first / c.width))
+    first = np.arange(c.stored or c.n)  # the other pairs are stored with frequency 0, or not at all
+    freqs = c.round_freqs(c.theta ** (-2 * first / c.width) / c.factor * (first < c.n))
     angles = c.round_angles(c.m[:, None] * freqs).astype(dtype)
-    cos = table(np.cos(angles)).astype(np.float64)
-    sin = table(np.sin(angles)).astype(np.float64)
+    cos = c.table(np.cos(angles)).astype(np.float64)
+    sin = c.table(np.sin(angles)).astype(np.float64)
+    if c.exchanged:
+        cos, sin = sin, cos
     second = first + c.distance
     if c.distance == 0 < c.n:
         first = 2 * first
@@ -289,7 +321,11 @@ def ported(port, name, dtype=np.float64, table=np.asarray, sign=1):
         x = case[kind]
         out = x.copy()
         out[:, first] = x[:, first] * cos - sign * x[:, second] * sin
-        out[:, second] = x[:, second] * cos + x[:, first] * sin
+        read = out if c.in_place else x
+        out[:, second] = x[:, second] * cos + read[:, first] * sin
+        if c.rotated_first:
+            others = np.setdiff1d(np.arange(d), [first, second])
+            out = out[:, np.concatenate([first, second, others])]
         outputs[f"rotated_{kind}"] = out
     return outputs
 
@@ -297,7 +333,8 @@ def ported(port, name, dtype=np.float64, table=np.asarray, sign=1):
 @pytest.mark.parametrize(
     ("names", "ports", "mistake"),
     [(PROPORTIONAL, PORTS, mistake) for mistake in PORTS]
-    + [(PARTIAL, PARTIAL_PORTS, mistake) for mistake in PARTIAL_PORTS],
+    + [(PARTIAL, PARTIAL_PORTS, mistake) for mistake in PARTIAL_PORTS]
+    + [(LINEAR, LINEAR_PORTS, mistake) for mistake in LINEAR_PORTS],
 )
 def test_a_port_s_mistake_is_named(names, ports, mistake):
     values = {name: ported(ports[mistake], name, np.float32) for name in names}
@@ -325,6 +362,40 @@ def test_the_public_mistakes_are_named_from_gemma_4_s_layer_alone(mistake):
         assert mistake_in({GEMMA4: {kind: array}}) == mistake
     values = {"scores": values["rotated_queries"] @ values["rotated_keys"].T}
     assert mistake_in({GEMMA4: values}) == mistake
+
+
+GEMMA3 = "linear_d256_theta1000000_factor8"
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake", "kinds"),
+    [
+        (GEMMA3, "linear scaling is left out", ("rotated_queries",)),
+        (GEMMA3, "linear scaling is left out", ("frequencies",)),
+        (GEMMA4, SCALED, ("frequencies",)),
+        (GEMMA4, ROTATED_FIRST, ("rotated_keys",)),
+        (GEMMA4, FLOAT16, ("cos", "sin")),
+        (GEMMA4, EXCHANGED, ("cos", "sin")),
+        (GEMMA4, IN_PLACE, ("scores",)),
+    ],
+)
+def test_a_mistake_is_named_from_one_layer_s_arrays(name, mistake, kinds):
+    """Frequencies and tables as they are, the others by a port that makes the mistake."""
+    case = CASES[name]
+    n = case["rotated_pairs"]
+    port = {**PORTS, **LINEAR_PORTS}[mistake]
+    arrays = {"frequencies": case["frequencies"] * (8 if name == GEMMA3 else 1 / 8)}
+    tables = (case["cos"], case["sin"])
+    if mistake == EXCHANGED:
+        pairs = (tables, tables[::-1])
+        tables = [np.append(other[:, :n], own[:, n:], axis=1) for own, other in pairs]
+    if mistake == FLOAT16:
+        tables = [table.astype(np.float16) for table in tables]
+    arrays |= dict(zip(("cos", "sin"), tables, strict=True))
+    arrays |= ported(port, name, np.float32)
+    arrays["scores"] = arrays["rotated_queries"] @ arrays["rotated_keys"].T
+    values = {name: {kind: np.asarray(arrays[kind], np.float64) for kind in kinds}}
+    assert mistake_in(values) == mistake
 
 
 def test_mistakes_in_single_lanes_are_named():
@@ -355,7 +426,7 @@ def test_an_unknown_mistake_is_placed(float32_angles):
     assert "(proportional_d64_p0.75/rotated_keys[2, 40] is off by 4.0e-01)" in verdict
 
 
-@pytest.mark.parametrize("names", [PROPORTIONAL, PARTIAL])
+@pytest.mark.parametrize("names", [PROPORTIONAL, PARTIAL, [*PROPORTIONAL, *LINEAR]])
 def test_no_two_mistakes_look_alike_in_all_cases(names):
     exact = golden(names)
     assert check(exact)[1]["cannot_exclude"] == []
@@ -364,7 +435,7 @@ def test_no_two_mistakes_look_alike_in_all_cases(names):
         expected = None if explains(change, exact) else mistake
         assert mistake_in(values) == expected
     unseen = [mistake for mistake, change in MISTAKES.items() if explains(change, exact)]
-    assert len(unseen) <= 6
+    assert len(unseen) <= 8
 
 
 def test_what_cannot_be_excluded_is_told():
@@ -416,7 +487,7 @@ def test_transformers_passes_with_float32_angles(libraries, tmp_path):
     values = read_values(tmp_path / "values.npz")
     assert mistake_in(values) == FLOAT32
     verdict, result = check(values, float32_angles=True)
-    assert result["equal"] and verdict.startswith("equal to p-RoPE in 11 of 17 cases")
+    assert result["equal"] and verdict.startswith("equal to p-RoPE in 11 of 19 cases")
     assert 1e-2 < result["max_error"] < 0.2
     exact = {name: {"frequencies": arrays["frequencies"]} for name, arrays in values.items()}
     assert check(exact)[1]["equal"], "float32 frequencies are equal without the flag"
@@ -442,7 +513,7 @@ def test_neox_in_transformers_passes_as_partial_rotary(libraries):
             "rotated_keys": keys[0, 0].numpy(),
         }
     verdict, result = check(values, float32_angles=True)
-    assert result["equal"] and verdict.startswith("equal to partial rotary in 5 of 17 cases")
+    assert result["equal"] and verdict.startswith("equal to partial rotary in 5 of 19 cases")
 
 
 # --- The files that are read, and the command ---------------------------------------------------
@@ -488,7 +559,7 @@ def test_every_form_of_an_array_is_read(tmp_path):
         np.savez(tmp_path / "values.npz", **arrays)
         verdict, result = check(read_values(tmp_path / "values.npz"))
         assert result["equal"]
-        assert verdict.startswith("equal to partial rotary in 1 of 17 cases within")
+        assert verdict.startswith("equal to partial rotary in 1 of 19 cases within")
 
 
 def test_deepmind_s_gemma_passes_with_float32_angles(gemma_rope):
@@ -518,14 +589,14 @@ def test_the_command_prints_a_verdict(run_command, start_command, tmp_path):
     done = run_command("prope.check_port", f"--values={tmp_path}/right.npz")
     assert done.code == 0 and done.result["equal"]
     assert done.result["rope_percentage"] == 0.3
-    assert done.stderr.startswith("equal to p-RoPE in 1 of 17 cases within ")
+    assert done.stderr.startswith("equal to p-RoPE in 1 of 19 cases within ")
     assert done.stderr.count("\n") == 1
     command = start_command("prope.check_port", f"--values={tmp_path}/wrong.npz")
     code, stdout, stderr = command.wait()
     result = json.loads(stdout.splitlines()[-1])
     assert code == 1 and not result["equal"]
     assert result["mistake"] == "p is ignored: every pair is rotated"
-    assert stderr.startswith("not p-RoPE in 1 of 17 cases: p is ignored")
+    assert stderr.startswith("not p-RoPE in 1 of 19 cases: p is ignored")
     assert stderr.count("\n") == 1
 
 

@@ -23,11 +23,14 @@ CASES = [
     *[("partial", 16, 10_000, p, RANGE) for p in (0, 0.25, 0.5, 1)],
     ("partial", 16, 1_000_000, 0.5, RANGE),
     ("partial", 64, 10_000, 0.25, SHORT),
+    ("linear", 16, 10_000, 1, RANGE),
+    ("linear", 256, 1_000_000, 1, [257, 131071]),  # full layers of Gemma 3
 ]
+FACTOR = 8  # of linear scaling
 
 
 def main(folder):
-    for encoding in ("proportional", "partial"):
+    for encoding in ("proportional", "partial", "linear"):
         cases = {name_case(*case): compute(*case) for case in CASES if case[0] == encoding}
         file = folder / f"{encoding}.json"
         file.write_text(as_text(cases))
@@ -37,7 +40,7 @@ def name_case(encoding, d, theta, p, positions):
     name = f"{encoding}_d{d}"
     if theta != 10_000:
         name += f"_theta{theta}"
-    name += f"_p{p}"
+    name += f"_factor{FACTOR}" if encoding == "linear" else f"_p{p}"
     if positions[0] < 0:
         name += "_negative"
     return name
@@ -55,6 +58,8 @@ def compute(encoding, d, theta, p, positions):
     with localcontext(prec=50):
         log_theta = Decimal(theta).ln()
         freqs = [(log_theta * (-2 * k) / denominator).exp() for k in range(pairs)]
+        if encoding == "linear":
+            freqs = [freq / FACTOR for freq in freqs]
         freqs += [Decimal(0)] * (d // 2 - pairs)
         table = [[cos_sin(m * freq) for freq in freqs] for m in positions]
         queries = draw(len(positions), d, 5, 3, 13)
@@ -78,6 +83,7 @@ def compute(encoding, d, theta, p, positions):
         "rope_percentage": p,
         "rotated_pairs": pairs,
         "positions": positions,
+        **({"rope_scaling_factor": FACTOR} if encoding == "linear" else {}),
         "frequencies": [float(freq) for freq in freqs],
     }
     for name, rows in values.items():

@@ -306,7 +306,7 @@ def test_a_steps_time_and_wait_are_its_own(tmp_path, dispatch, slow_batch):
             writer.step(step, {"loss": value, "grad_norm": value, "batch_hash": value})
         with writer.pause():
             time.sleep(0.3)
-    records = lines(tmp_path / "metrics.jsonl")
+    records = read_lines(tmp_path / "metrics.jsonl")
     found = [record["step_seconds"] for record in records]
     assert found == pytest.approx(np.diff(ends).tolist(), abs=0.04)
     tokens = config.batch_size * config.data.seq_len
