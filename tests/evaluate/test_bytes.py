@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import sentencepiece
 from support.runs import edit_run, evaluate_run, make_run
-from support.text import write_lines
+from support.text import is_validation, write_lines
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from prope import sharding
 from prope.data.mixture import open_windows
-from prope.data.store.pack import is_validation
 from prope.data.tokenizer import GEMMA_IDS, ByteTokenizer, load_tokenizer
 from prope.inference import losses, paired
 from prope.inference.losses import LossEvaluation, count_bytes
