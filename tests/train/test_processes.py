@@ -190,7 +190,7 @@ def test_several_tasks_of_slurm_are_not_mistaken_for_one(environ, expected):
         {"PROPE_PROCESSES": "0/2@10.0.0.1:8476"},
     ],
 )
-def test_a_process_says_for_what_it_waits(environ, monkeypatch, capsys):
+def test_a_process_says_for_what_it_waits(environ, monkeypatch):
     monkeypatch.setattr(processes, "_join", lambda wanted: None)
     monkeypatch.setattr(processes, "_check_gpus", lambda environ: None)
     lines = []

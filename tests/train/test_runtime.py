@@ -266,7 +266,7 @@ def test_where_no_bar_can_be_drawn_there_are_lines(
     assert isinstance(workers._progress_bar(10, 0), workers._LoggedBar)
 
 
-def test_a_slow_compilation_is_explained(caplog, monkeypatch):
+def test_a_slow_compilation_is_explained(monkeypatch):
     lines = []
     monkeypatch.setattr(progress.log, "info", lines.append)
     with progress.compiling():
