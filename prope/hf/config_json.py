@@ -9,7 +9,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from prope.config import default_config, set_layer_percentages
-from prope.errors import UsageError
+from prope.errors import UsageError, usage_error
 from prope.hf.families import (
     ACTIVATIONS,
     FAMILIES,
@@ -44,11 +44,11 @@ def to_hf(config: ConfigDict, dtype: str) -> dict:
     known here.
     """
     model = config.model
-    unknown = [name for name in model if name not in MODEL_FIELDS and model[name] is not None]
-    if unknown:
-        fields = ", ".join(f"config.model.{name}={model[name]}" for name in unknown)
-        problem = "export does not know it, and would leave out what it computes"
-        raise UsageError(f"{fields}: {problem}; write it in prope/hf/families.py")
+    for name in model:
+        if name not in MODEL_FIELDS and model[name] is not None:
+            problem = "export does not know it, and would leave out what it computes"
+            remedy = "write it in prope/hf/families.py"
+            raise usage_error(f"config.model.{name}", model[name], problem, remedy)
     ropes = write_rotations(model)
     model_type = choose_family(model, ropes)
     family = FAMILIES[model_type]

@@ -199,12 +199,11 @@ def _convert(tokenizer: SentencePieceTokenizer) -> str:
     converted = tokenizers.Tokenizer(model)
     converted.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
     converted.decoder = decoders.Sequence(undo)
-    own = [piece.piece for piece in proto.pieces if piece.type == piece.USER_DEFINED]
-    converted.add_tokens(own)
+    converted.add_tokens([p.piece for p in proto.pieces if p.type == p.USER_DEFINED])
     if bos is not None:
         start = proto.pieces[bos].piece
-        template = processors.TemplateProcessing(f"{start} $0", None, [(start, bos)])
-        converted.post_processor = template
+        special = [(start, bos)]
+        converted.post_processor = processors.TemplateProcessing(f"{start} $0", None, special)
     return converted.to_str()
 
 
