@@ -19,6 +19,7 @@ from prope.config import (
     differences,
     flat,
     from_dict,
+    override_dataset,
     set_layer_percentages,
     sized,
 )
@@ -390,3 +391,15 @@ def test_the_switches_of_the_model_are_those_that_tests_set():
     execution = {"dtype", "attention", "global_attention", "scan_layers", "remat"}
     others = {"test_window", "test_sinks", *sizes, *execution, *FIELDS}
     assert set(default_config().model) - others == ALL_SWITCHES.keys() - others
+
+
+@pytest.mark.parametrize("asked", [("files", "texts"), ("files", None), (None, "texts")])
+def test_another_text_takes_nothing_along_that_belongs_to_the_first(asked):
+    """A store, a template or a share of targets of a run would be read with the other text."""
+    data = default_config().data
+    data.update({"dataset": "files", "data_dir": "first", "store": "first", "seq_len": 99})
+    if asked[0]:
+        data.update({"template": "Q: {a}", "loss_on": "targets", "mixture": ({"weight": 1.0},)})
+    override_dataset(data, *asked)
+    kept = {"dataset": "files", "data_dir": asked[1] or "", "seq_len": 99}
+    assert data.to_dict() == default_config().data.to_dict() | kept

@@ -272,3 +272,18 @@ def test_compilers_are_left_alone_where_there_is_no_accelerator(monkeypatch, acc
     monkeypatch.setattr(os, "environ", environ)
     command.prepare(lambda: None, "")
     assert environ.get("JAX_PLATFORMS") == (chosen or (None if accelerator else "cpu"))
+
+
+BACKGROUND = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts a job with &
+from prope import command
+sys.argv = ["command"]
+command.prepare(lambda: None, "", uses_devices=False)
+print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)
+"""
+
+
+def test_a_command_in_the_background_goes_on_ignoring_ctrl_c():
+    done = subprocess.run([sys.executable, "-c", BACKGROUND], capture_output=True, cwd=ROOT)
+    assert done.stdout == b"True\n", done.stderr

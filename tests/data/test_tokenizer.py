@@ -148,6 +148,12 @@ def test_the_same_text_gives_the_same_file(model, config, bucket):
     assert again.read_bytes() == path.read_bytes()
 
 
+@pytest.mark.parametrize(("unk", "expected"), [(0, [0]), (3, [3]), (None, [])])
+def test_an_unknown_token_may_have_any_id(unk, expected):
+    special = SpecialIds(pad=1, eos=1, bos=2, unk=unk)
+    assert np.flatnonzero(special.is_unknown(np.arange(5))).tolist() == expected
+
+
 def test_held_out_documents_are_not_learnt_from(model, config, tmp_path):
     """Their word has the only x: learnt from, it would be a piece, and not a byte."""
     path, kind = model

@@ -200,6 +200,15 @@ def test_every_choice_of_positions_is_equally_likely():
     assert whole.tolist() == list(range(T))
 
 
+def test_every_epoch_draws_other_positions_for_a_window(open_windows):
+    windows = open_windows(position_range=1000)
+    drawn = collections.defaultdict(set)
+    for step in range(3 * windows.count):
+        (positions,) = train_batch(windows, 1, 1, step)["positions"]
+        drawn[windows.window_index(step, 1)].add(tuple(positions))
+    assert {len(draws) for draws in drawn.values()} == {3}
+
+
 def test_randomised_positions_restart_with_every_masked_document(open_windows):
     windows = open_windows(mask_documents=True, position_range=50)
     openings = []
