@@ -72,11 +72,14 @@ def _train_documents(data: ConfigDict) -> Iterator[bytes]:
     rule = find_rule(source, data.validation_fraction)
     bad_rows = []
     with tqdm(total=source.num_bytes, unit="B", unit_scale=True, desc="text", disable=None) as bar:
-        for split, document in ((s, d) for s in ("", "train") for d in source.documents(s)):
-            bar.update(len(document.text))
-            bad_rows += [document.bad] if document.bad else []
-            parts = rule.parts(document, split)
-            yield from (text for name, text in parts if name == "train" and text)
+        for chunk in source.chunks:
+            for document in chunk.read():
+                bar.update(len(document.text))
+                if document.bad:
+                    bad_rows.append(document.bad)
+                    continue
+                parts = rule.parts(document, chunk.split)
+                yield from (text for split, text in parts if split == "train")
     check_bad_rows(bad_rows, data.max_bad_rows)
 
 

@@ -77,7 +77,7 @@ def check_bad_rows(rows: Sequence[tuple[str, str]], limit: int) -> None:
         places.setdefault(reason, []).append(where)
     listed = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in places.items())
     if len(rows) > LISTED:
-        listed += f"; and {len(rows) - LISTED} more"
+        listed += "; and more"
     if len(rows) > limit:
         raise UsageError(f"{listed}; or raise config.data.max_bad_rows={limit} to leave them out")
     log_once(f"data: {len(rows)} bad rows are left out: {listed}")
