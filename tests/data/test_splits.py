@@ -6,7 +6,15 @@ import pathlib
 
 import numpy as np
 import pytest
-from support.text import articles, data_config, documents_of, is_validation, read_tokens, texts_of
+from support.text import (
+    articles,
+    data_config,
+    documents_of,
+    is_validation,
+    read_tokens,
+    refusal,
+    texts_of,
+)
 
 from prope.data.mixture import open_windows
 from prope.data.sources import base, files
@@ -264,3 +272,9 @@ def test_a_separator_stands_between_documents(tmp_path, monkeypatch, part, separ
     other = data_config(tmp_path, "files", folder)
     assert open_store(other, 260).fingerprint != store.fingerprint
     assert pathlib.Path(store.path).is_dir()
+
+
+def test_a_separator_without_texts_is_refused(tmp_path):
+    folder = write(tmp_path / "text", {"a.jsonl": rows("a%%b")})
+    says = refusal(find_source, data_config(tmp_path, "files", folder, separator="%%"))
+    assert says.startswith("config.data.separator=%%: splits .txt files")
