@@ -547,6 +547,11 @@ def describe_left(name: str) -> str | None:
     return None
 
 
+def describe_unknown(name: str) -> str:
+    """Says since when there is no config field of this name, or which one it resembles."""
+    return describe_left(name) or f"there is no such config field{nearest(name, FIELDS)}"
+
+
 def default_config() -> ConfigDict:
     """Makes a complete, locked config, with the values of a small model."""
     config = ConfigDict()

@@ -224,7 +224,7 @@ class Training:
         with self.writer.pause(), compiling():
             step = compile_step(local_config, optimizer, mesh, state)
             check_memory(step, _MEMORY_ADVICE)
-        self.session.compiled()
+        self.session.interrupts.training = True
         return step
 
     def is_due(self, step: int, every: int) -> bool:

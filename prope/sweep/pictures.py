@@ -19,7 +19,7 @@ from prope.html.page import number
 from prope.inference.statistics import average_seeds
 from prope.sweep.maps import maps
 from prope.sweep.recovery import WITHIN, Recovery, list_evaluations
-from prope.sweep.runs import SEED, P, Run, group_name, groups
+from prope.sweep.runs import SEED, P, Run, group_name, groups, shown_fields
 from prope.workdir.records import find_evaluation, find_evaluations
 
 Curve = dict[float, float]
@@ -99,10 +99,7 @@ def curve_by_bucket_centre(buckets: list[dict], name: str) -> Curve:
 
 def last_evaluations(run: Run) -> list[dict]:
     """Selects the last step's evaluations on the data of training, of all window lengths."""
-    fields = {"step": run.last_step}
-    if run.metrics:  # an import has no data of its own
-        fields["dataset"] = run.config.data.dataset
-    records = find_evaluations(run.evaluations, **fields)
+    records = find_evaluations(run.evaluations, **shown_fields(run))
     if not run.metrics:
         return records
     # Not those of documents trained on.
@@ -120,14 +117,9 @@ def by_length(run: Run) -> Curve:
         if record["loss"] is not None:
             by_text.setdefault(text, {})[record["seq_len"]] = record["loss"]
 
-    def fullness(text: tuple) -> tuple:
-        max_windows, _ = text
-        return max_windows, len(by_text[text])
-
-    several = [text for text, losses in by_text.items() if len(losses) > 1]
-    if not several:
-        return {}
-    return by_text[max(several, key=fullness)]
+    several = [(text[0], losses) for text, losses in by_text.items() if len(losses) > 1]
+    _, fullest = max(several, key=lambda one: (one[0], len(one[1])), default=(0, {}))
+    return fullest
 
 
 def by_octave(run: Run) -> Curve:
@@ -363,14 +355,12 @@ def read_means(rows: list[dict], by_p: bool) -> tuple[Means, Means]:
             values = dict(row["values"])
             x = values.pop(P)
             name = group_name(values)
-        points = perplexities.setdefault(name, {})
-        points[x] = (row["perplexity"], row["perplexity_sd"])
+        perplexities.setdefault(name, {})[x] = (row["perplexity"], row["perplexity_sd"])
         difference = row["difference"]
         if difference:
             interval = difference.interval()
             reach = interval and interval[1] - difference.difference
-            points = differences.setdefault(name, {})
-            points[x] = (difference.difference, reach)
+            differences.setdefault(name, {})[x] = (difference.difference, reach)
     return perplexities, differences
 
 
