@@ -214,10 +214,10 @@ def _interrupt_later(ignored) -> None:
         sys.__unraisablehook__(ignored)
 
 
-def define_place(name: str, default: str | None, help: str, by_seed: bool = False) -> None:
+def define_place(name: str, help: str, by_seed: bool = False) -> None:
     """Defines a flag whose value is a place, a local path or a URL; it may have {seed} if asked."""
     parser = _Place(f"--{name}", by_seed)
-    flags.DEFINE(parser, name, default, help, serializer=flags.ArgumentSerializer())
+    flags.DEFINE(parser, name, None, help, serializer=flags.ArgumentSerializer())
 
 
 def define_config(help: str = "the run's config file, such as configs/quickstart.py") -> None:

@@ -306,7 +306,7 @@ def paired_runs(group: list[Run], others: list[Run]) -> list[Pair]:
 
 
 def shown_fields(run: Run) -> dict:
-    """Returns values of the last step's records on the run's data; an import has none of its own."""
+    """Returns values of the last step's records on the run's data, which an import has not."""
     data = {"dataset": run.config.data.dataset} if run.metrics else {}
     return {"step": run.last_step} | data
 
