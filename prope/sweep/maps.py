@@ -80,11 +80,10 @@ def maps(runs: list[Run]) -> list[Picture]:
     """Makes a picture of every task, with a map for each group of runs."""
     effective = effective_lengths(runs)
     tasks = next(iter(effective.values()))
-    pictures = []
-    for task in tasks:
-        task_runs = [run for run in runs if task in answers_by_task(run)]
-        pictures.append(_picture(task, groups(task_runs), effective))
-    return pictures
+    return [
+        _picture(task, groups(run for run in runs if task in answers_by_task(run)), effective)
+        for task in tasks
+    ]
 
 
 def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Picture:

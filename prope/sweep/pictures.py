@@ -217,9 +217,7 @@ def pictures(
         plots.append(plot)
     rope_of = {row["group"]: row["reference"] for row in rows}
     drawn = [perplexity_picture(rows)]
-    for plot in plots:
-        by_group = read_curves(runs, plot.read)
-        drawn.append(curves_picture(plot, by_group, rope_of))
+    drawn += [curves_picture(plot, read_curves(runs, plot.read), rope_of) for plot in plots]
     gaps = {recovery.run: dict(recovery.gaps) for recovery in recovered}
     by_group = read_curves(runs, lambda run: gaps.get(run.name, {}))
     drawn.append(curves_picture(RECOVERY, by_group, {}))
@@ -278,8 +276,18 @@ def curves_picture(plot: Plot, by_group: Curves, rope_of: dict) -> Picture | Non
         shown["minus that of RoPE"] = differences
 
     def draw(figure) -> None:
+        style = styles(list(by_group))
         row = panels(figure, len(shown))[0]
-        _draw_curves(row, plot, shown, styles(list(by_group)))
+        for axes, (title, lines) in zip(row, shown.items(), strict=True):
+            for group, points in lines.items():
+                line(axes, points, style[group], group)
+            x = f"{plot.x}, log scale" if plot.log else plot.x
+            y = plot.y if title == plot.title else "difference"
+            axes.set(xlabel=x, ylabel=y, title=title)
+            axes.locator_params(axis="x", integer=True)
+            if plot.log:
+                axes.set_xscale("log", base=2)
+                axes.xaxis.set_major_formatter("{x:,.0f}")
         legend(row[0])
         for axes in row[1:]:
             axes.axhline(0, color=TEXT, lw=1.2)
@@ -288,20 +296,6 @@ def curves_picture(plot: Plot, by_group: Curves, rope_of: dict) -> Picture | Non
     ends = "; ".join(f"{group}: {mean:.4f}" for group, (mean, _) in last.items())
     alt = f"{plot.title}, by {plot.x}. At the right end: {ends}."
     return Picture(plot.name, plot.title, alt, f"{_MEANS}{plot.note}", draw)
-
-
-def _draw_curves(row, plot: Plot, shown: dict[str, Means], style: dict) -> None:
-    """Draws the lines of every panel, by its title."""
-    for axes, (title, lines) in zip(row, shown.items(), strict=True):
-        for group, points in lines.items():
-            line(axes, points, style[group], group)
-        x = f"{plot.x}, log scale" if plot.log else plot.x
-        y = plot.y if title == plot.title else "difference"
-        axes.set(xlabel=x, ylabel=y, title=title)
-        axes.locator_params(axis="x", integer=True)
-        if plot.log:
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter("{x:,.0f}")
 
 
 # --- Perplexity -----------------------------------------------------------------------------------

@@ -382,8 +382,7 @@ def table(runs: Iterable[Run]) -> list[dict]:
     fields = {name: None for group in by_name.values() for name in group[0].values if name != SEED}
     rows = []
     for group in by_name.values():
-        finished = finished_runs(group)
-        scored = [run for run in finished if run.evaluation["loss"] is not None]
+        scored = [run for run in finished_runs(group) if run.evaluation["loss"] is not None]
         records = [run.record() for run in scored]
         row = {name: group[0].values.get(name) for name in fields}
         row["rotated_pairs"] = rotated_pairs(group[0].config.model)
