@@ -33,9 +33,7 @@ def define_flags() -> None:
     config_flags.DEFINE_config_file(
         "config", None, "config file of all runs, such as configs/quickstart.py"
     )
-    command.define_place(
-        "workdir", None, "folder or URL of the sweep; every run has a folder below it"
-    )
+    command.define_place("workdir", "folder or URL of the sweep; every run has a folder below it")
     flags.DEFINE_string(
         "rope_percentage", None, "values of config.model.rope_percentage, as in 0,0.25,0.5,0.75,1"
     )
@@ -44,7 +42,7 @@ def define_flags() -> None:
         "launcher", None, "command that each run's command is handed to; launch/README.md has some"
     )
     begin = "start every run from the parameters of this one; {seed} becomes the run's seed"
-    command.define_place("init_from", None, begin, by_seed=True)
+    command.define_place("init_from", begin, by_seed=True)
     flags.DEFINE_boolean("dry-run", False, "print the commands, one per line, and run nothing")
     flags.mark_flags_as_required(["config", "workdir"])
 

@@ -24,7 +24,7 @@ from prope.errors import UsageError, usage_error
 def define_flags() -> None:
     """Defines the command's flags."""
     workdir = "directory of a run, or one with runs below it: all are analysed"
-    command.define_place("workdir", None, workdir)
+    command.define_place("workdir", workdir)
     step = "checkpoint to analyse; the newest by default"
     flags.DEFINE_integer("step", None, step, lower_bound=0)
     sequences = "number of documents whose beginnings are read"
@@ -33,8 +33,8 @@ def define_flags() -> None:
     flags.DEFINE_integer("seq_len", None, seq_len, lower_bound=3)
     dataset = "another dataset, as in config.data.dataset; of an import python_docs by default"
     flags.DEFINE_string("dataset", None, dataset)
-    command.define_place("data_dir", None, "folder of the dataset, as in config.data.data_dir")
-    command.define_place("text", None, "file to read instead of documents")
+    command.define_place("data_dir", "folder of the dataset, as in config.data.data_dir")
+    command.define_place("text", "file to read instead of documents")
     flags.DEFINE_string("layers", None, "layers to measure, as in 0,3; all by default")
     heads = "heads to show, as in 0.2,3.1 for LAYER.HEAD; the strongest by default"
     flags.DEFINE_string("heads", None, heads)
@@ -53,7 +53,7 @@ def define_flags() -> None:
     paper = "make the paper's figures and tables of a checkpoint, of the heads that fit them best"
     flags.DEFINE_boolean("paper", False, paper)
     output = "folder for the results instead of --workdir, such as that of another user"
-    command.define_place("output", None, output)
+    command.define_place("output", output)
 
 
 def main() -> dict:

@@ -47,7 +47,7 @@ def define_flags() -> None:
     flags.DEFINE_enum(
         "dtype", "float32", ["float32", "bfloat16"], "with --rope: dtype of the array"
     )
-    command.define_place("workdir", None, "with --peer: directory of the run")
+    command.define_place("workdir", "with --peer: directory of the run")
     flags.DEFINE_enum("peer", None, ["transformers"], "time a run beside this program")
     flags.DEFINE_integer(
         "seq_len", None, "with --peer: tokens of the sequence; the run's by default", lower_bound=2

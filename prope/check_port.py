@@ -19,7 +19,7 @@ from prope.errors import UsageError, log
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    command.define_place("values", None, "the port's arrays, an .npz file or URL")
+    command.define_place("values", "the port's arrays, an .npz file or URL")
     accept = (
         "accept angles rounded to float32, as in transformers and gemma: "
         "off by 6e-4 at position 8191"

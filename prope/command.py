@@ -25,7 +25,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags import tuple_parser
 
-from prope.config import FIELDS, describe_left, python_file
+from prope.config import FIELDS, describe_left, describe_unknown, python_file
 from prope.errors import (
     INTERRUPTED,
     NO_PLATFORM,
@@ -214,10 +214,10 @@ def _interrupt_later(ignored) -> None:
         sys.__unraisablehook__(ignored)
 
 
-def define_place(name: str, default: str | None, help: str, by_seed: bool = False) -> None:
+def define_place(name: str, help: str, by_seed: bool = False) -> None:
     """Defines a flag whose value is a place, a local path or a URL; it may have {seed} if asked."""
     parser = _Place(f"--{name}", by_seed)
-    flags.DEFINE(parser, name, default, help, serializer=flags.ArgumentSerializer())
+    flags.DEFINE(parser, name, None, help, serializer=flags.ArgumentSerializer())
 
 
 def define_config(help: str = "the run's config file, such as configs/quickstart.py") -> None:
@@ -364,8 +364,7 @@ def _flag_error(error: Exception, argv: list[str], names: list[str]) -> str:
     for argument in argv:
         override = re.match(r"--?config\.([\w.]+)", argument)
         if override and fields and override[1] not in fields:
-            problem = f"there is no such config field{nearest(override[1], fields)}"
-            return f"--config.{override[1]}: {describe_left(override[1]) or problem}"
+            return f"--config.{override[1]}: {describe_unknown(override[1])}"
     if isinstance(error, flags.UnrecognizedFlagError):
         hint = _nearest_flag(error.flagname, names, fields)
         return f"--{error.flagname}: there is no such flag{hint}; --help lists the flags"

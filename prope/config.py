@@ -10,7 +10,7 @@ executed and not what it computes, and may differ when a run is resumed.
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
@@ -547,6 +547,11 @@ def describe_left(name: str) -> str | None:
     return None
 
 
+def describe_unknown(name: str) -> str:
+    """Says since when there is no config field of this name, or which one it resembles."""
+    return describe_left(name) or f"there is no such config field{nearest(name, FIELDS)}"
+
+
 def default_config() -> ConfigDict:
     """Makes a complete, locked config, with the values of a small model."""
     config = ConfigDict()
@@ -563,27 +568,27 @@ def default_config() -> ConfigDict:
 def check_fields(config: ConfigDict) -> None:
     """Checks every field by its rules, then its relations to others; raises UsageError."""
     fields = flat(config)
+    for name, problem in _problems(fields):
+        if problem:
+            raise usage_error(f"config.{name}", fields[name], problem)
+
+
+def _problems(fields: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
+    """Yields the name of every field with each answer of its rules, then of its relations."""
     for name, field in FIELDS.items():
         value = fields[name]
         if value is None:
             if not isinstance(field.default, type):
-                raise usage_error(
-                    f"config.{name}", value, f"must have a value, such as {field.default}"
-                )
+                yield name, f"must have a value, such as {field.default}"
             continue
-        _require(name, value, [rule(value) for rule in field.rules])
+        for rule in field.rules:
+            yield name, rule(value)
         if isinstance(value, float) and not math.isfinite(value):
-            raise usage_error(f"config.{name}", value, "must be a finite number")
+            yield name, "must be a finite number"
     for name, field in FIELDS.items():
         if fields[name] is not None:
-            allowed = [relation.check(fields[name], fields) for relation in field.relations]
-            _require(name, fields[name], allowed)
-
-
-def _require(name: str, value: Any, allowed: list[str | None]) -> None:
-    """Raises UsageError for the first rule that says what is allowed instead."""
-    for problem in filter(None, allowed):
-        raise usage_error(f"config.{name}", value, problem)
+            for relation in field.relations:
+                yield name, relation.check(fields[name], fields)
 
 
 def set_layer_percentages(config: ConfigDict, percentages: Iterable[float]) -> None:

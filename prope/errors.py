@@ -24,12 +24,20 @@ INTERRUPTED = 130  # by Ctrl-C
 
 # Errors of a disk, or of a file system over a network, that a later start may not meet.
 _OUTAGES = (
-    *(errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ENOLCK, errno.EAGAIN, errno.ENOTCONN),
-    *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+    errno.EIO,
+    errno.ESTALE,
+    errno.EREMOTEIO,
+    errno.ENOLCK,
+    errno.EAGAIN,
+    errno.ENOTCONN,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
 )
 
 # Other packages are always installed.
-_EXTRAS = {"'.[hf]'": ("torch", "transformers"), "'.[tpu]'": ("libtpu",), "'.[gcs]'": ("gcsfs",)}
+_EXTRAS = {"torch": "'.[hf]'", "transformers": "'.[hf]'", "libtpu": "'.[tpu]'", "gcsfs": "'.[gcs]'"}
 # What libraries raise for a file that is not what it should be.
 _BAD_DATA = UnicodeError | EOFError | json.JSONDecodeError | zipfile.BadZipFile | zlib.error
 _OF_TENSORSTORE = re.compile(
@@ -139,8 +147,8 @@ def to_user_error(error: Exception) -> UsageError | RunFailed | Stopped | None:
     cause = first_line(error)
     if isinstance(error, BrokenPipeError):
         return RunFailed(f"{cause}: what reads the output has ended, as head does; use a file")
-    if is_disk_full(error):
-        return RunFailed(f"{find_full(error)} ({cause}); {_FREE_SPACE}")
+    if full := find_full(error):
+        return RunFailed(f"{full} ({cause}); {_FREE_SPACE}")
     if isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED"):
         return RunFailed(f"out of memory ({cause}): {_LESS_MEMORY}")
     if isinstance(error, ImportError):
@@ -193,11 +201,7 @@ def _missing_package(error: ImportError) -> UsageError | None:
     if missing is None or missing[1] == "prope":
         return None
     package = missing[1]
-    extra = "."
-    for name, packages in _EXTRAS.items():
-        if package in packages:
-            extra = name
-    install = f"pip install -e {extra} in the clone"
+    install = f"pip install -e {_EXTRAS.get(package, '.')} in the clone"
     return UsageError(f"the Python package {package} is not installed: {install}")
 
 

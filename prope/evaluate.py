@@ -34,7 +34,7 @@ def define_flags() -> None:
     tokens = "tokens, evenly spread, the same ones at every --seq_len"
     flags.DEFINE_integer("max_tokens", None, tokens, lower_bound=1)
     flags.DEFINE_string("dataset", None, "another dataset, as in config.data.dataset")
-    command.define_place("data_dir", None, "folder of the dataset, as in config.data.data_dir")
+    command.define_place("data_dir", "folder of the dataset, as in config.data.data_dir")
     windows = "last keys that layers without a window see, a list"
     flags.DEFINE_list("window", None, windows)
     kept = "with --window: first tokens that stay visible, a list; 0 by default"

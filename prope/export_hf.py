@@ -21,9 +21,9 @@ from prope.config import DTYPES
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    command.define_place("workdir", None, "directory of the run")
+    command.define_place("workdir", "directory of the run")
     flags.DEFINE_integer("step", None, "checkpoint to export; the newest by default")
-    command.define_place("output", None, "directory to create")
+    command.define_place("output", "directory to create")
     flags.DEFINE_enum(
         "dtype", "float32", DTYPES, "of the tensors: float32 is exact, bfloat16 halves the file"
     )

@@ -25,14 +25,11 @@ from prope.inference import options
 def define_flags() -> None:
     """Defines the command's flags."""
     command.define_place(
-        "input",
-        None,
-        "directory of the checkpoint, or its name on the Hugging Face Hub: OWNER/NAME",
+        "input", "directory of the checkpoint, or its name on the Hugging Face Hub: OWNER/NAME"
     )
-    command.define_place("workdir", None, "directory of the run to create")
+    command.define_place("workdir", "directory of the run to create")
     command.define_place(
         "tokenizer",
-        None,
         "if the input has none: tokenizer.json, a SentencePiece model, their folder, or 'byte'",
     )
     config_flags.DEFINE_config_file(

@@ -24,12 +24,12 @@ from prope.errors import UsageError, usage_error
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    command.define_place("workdir", None, "directory of a run: writes W/report/index.html")
+    command.define_place("workdir", "directory of a run: writes W/report/index.html")
     output = "folder for the pictures and the page instead, such as that of another user"
-    command.define_place("output", None, output)
+    command.define_place("output", output)
     contrast = "two groups of a sweep's runs, such as p=0.75,rope; may be given several times"
     flags.DEFINE_multi_string("contrast", [], contrast)
-    command.define_place("sweep", None, "directory of a sweep: writes DIR/report/index.html")
+    command.define_place("sweep", "directory of a sweep: writes DIR/report/index.html")
 
 
 def main() -> dict:

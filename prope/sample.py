@@ -18,10 +18,10 @@ from prope.inference import options
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    command.define_place("workdir", None, "directory of the run")
+    command.define_place("workdir", "directory of the run")
     flags.DEFINE_integer("step", None, "checkpoint to sample from; the newest by default")
     flags.DEFINE_multi_string("prompt", [], "text to continue")
-    command.define_place("prompts", None, "file with one prompt per line; empty lines are skipped")
+    command.define_place("prompts", "file with one prompt per line; empty lines are skipped")
     start = "token before a prompt: that of a document, <bos> or the family's separator, or none"
     flags.DEFINE_enum("start", "document", ["document", "none"], start)
     options.define_dtype()

@@ -28,11 +28,9 @@ from prope import command
 def define_flags() -> None:
     """Defines the command's flags."""
     command.define_config()
-    command.define_place("workdir", None, "directory of the run: created, or resumed")
+    command.define_place("workdir", "directory of the run: created, or resumed")
     command.define_place(
-        "init_from",
-        None,
-        "start from the parameters of the run in this directory; recorded for reruns",
+        "init_from", "start from the parameters of the run in this directory; recorded for reruns"
     )
     stop = "save and stop after this step, as an interrupted run would; rerun to resume"
     flags.DEFINE_integer("stop_at_step", None, stop, lower_bound=1)
@@ -224,7 +222,7 @@ class Training:
         with self.writer.pause(), compiling():
             step = compile_step(local_config, optimizer, mesh, state)
             check_memory(step, _MEMORY_ADVICE)
-        self.session.compiled()
+        self.session.interrupts.training = True
         return step
 
     def is_due(self, step: int, every: int) -> bool:

@@ -19,9 +19,7 @@ def define_flags() -> None:
         "step", 0, "show the batch that a checkpoint of this step reads next", lower_bound=0
     )
     flags.DEFINE_integer("rows", 2, "rows of the batch to show", lower_bound=1)
-    command.define_place(
-        "plot", None, "draw the lengths of the documents into this file or URL, a .png"
-    )
+    command.define_place("plot", "draw the lengths of the documents into this file or URL, a .png")
     flags.mark_flags_as_required(["config"])
 
 

@@ -15,7 +15,7 @@ from prope import command
 def define_flags() -> None:
     """Defines the command's flags."""
     command.define_config("the config file that names the dataset")
-    command.define_place("output", None, "file or URL to write, such as tokenizer.model")
+    command.define_place("output", "file or URL to write, such as tokenizer.model")
     default = "config.model.vocab_size by default"
     flags.DEFINE_integer("vocab_size", None, f"ids of the tokenizer; {default}")
     kinds = ["bpe", "unigram"]

@@ -70,12 +70,12 @@ def escape_invisible(text: str) -> str:
 
     They are control characters, bidirectional marks and lone surrogates; line breaks stay.
     """
-    characters = []
-    for character in text:
-        if not character.isprintable() and character != "\n":
-            character = character.encode("unicode_escape").decode()
-        characters.append(character)
-    return "".join(characters)
+    return "".join(
+        character
+        if character.isprintable() or character == "\n"
+        else character.encode("unicode_escape").decode()
+        for character in text
+    )
 
 
 def arrange(count: int, most: int = 5) -> tuple[int, int]:
@@ -102,16 +102,10 @@ def styles(names: list[str]) -> dict[str, dict]:
     viridis = matplotlib.colormaps["viridis"]
     colours = viridis(np.linspace(0, 0.76, len(names)))
     markers = itertools.cycle(MARKERS)
-    dashes = itertools.cycle(DASHES)
+    looks = zip(names, colours, markers, itertools.cycle(DASHES), strict=False)
     return {
-        name: {
-            "color": to_hex(colour),
-            "marker": next(markers),
-            "ls": next(dashes),
-            "lw": 1.7,
-            "ms": 4.5,
-        }
-        for name, colour in zip(names, colours, strict=True)
+        name: {"color": to_hex(colour), "marker": marker, "ls": dashes, "lw": 1.7, "ms": 4.5}
+        for name, colour, marker, dashes in looks
     }
 
 

@@ -41,7 +41,7 @@ class Options:
 
 def define_flags(file: str) -> None:
     """Defines the flags of `Options`; records are kept in W/`file`."""
-    command.define_place("workdir", None, "directory of a run, or one with runs below it: of all")
+    command.define_place("workdir", "directory of a run, or one with runs below it: of all")
     flags.DEFINE_string("step", None, "number of a checkpoint, or 'all'; the newest by default")
     at_a_time = "sequences at a time: changes the speed, not the result"
     flags.DEFINE_integer("batch_size", None, at_a_time, lower_bound=1)
@@ -62,7 +62,7 @@ def define_flags(file: str) -> None:
     define_dtype()
     flags.DEFINE_boolean("again", False, f"recompute what {file} has")
     output = "folder for the results, where --workdir is not to be written"
-    command.define_place("output", None, output)
+    command.define_place("output", output)
     flags.mark_flags_as_required(["workdir"])
 
 

@@ -62,8 +62,8 @@ def advise_dtype(dtype: str) -> None:
 
 def recorded_variables() -> dict[str, str]:
     """Returns the environment variables that tell how JAX, XLA and the devices are set."""
-    names = sorted(name for name in os.environ if name.startswith(_RECORDED))
-    return {name: os.environ[name] for name in names}
+    variables = sorted(os.environ.items())
+    return {name: value for name, value in variables if name.startswith(_RECORDED)}
 
 
 def _refuse(setting: str, value, consequence: str) -> None:

@@ -56,13 +56,12 @@ _CONTENT_CODES = {"os_error": (errno.ENOENT,), "http_response": (404, 410, 416)}
 CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 2**26}})
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # of a folder, the first that is there
-_SCHEMES = ("gs", "s3")
-_PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}  # which read and write their URLs
+_PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}  # by scheme: which read and write its URLs
 # Flags and fields whose places are written.
 _WRITTEN = ("workdir", "output", "plot", "sweep", "cache_dir")
 _URL_NAMES = re.compile(r"\w[\w.~/=,+@!()-]*", re.ASCII)
 # Other hosts write to a bucket, too: what it lists is asked for every time.
-for _scheme in ("gcs", *_SCHEMES):
+for _scheme in ("gcs", *_PACKAGES):
     fsspec.config.conf.setdefault(_scheme, {})["use_listings_cache"] = False
 
 
@@ -92,8 +91,8 @@ def as_path(field: str, place: epath.PathLike) -> epath.Path:
         remedy = "write the whole path, or ./~NAME"
         raise usage_error(field, text, "the home folder is not known", remedy)
     if "://" in text or re.match(r"[\w+.-]+:/", text):
-        if not text.startswith(tuple(f"{scheme}://" for scheme in _SCHEMES)):
-            problem = f"must be a local path, or a URL of {' or '.join(_SCHEMES)}"
+        if not text.startswith(tuple(f"{scheme}://" for scheme in _PACKAGES)):
+            problem = f"must be a local path, or a URL of {' or '.join(_PACKAGES)}"
             raise usage_error(field, text, problem, "a path with a colon begins with ./")
         if not _URL_NAMES.fullmatch(text.partition("://")[2]) or ".." in text.split("/"):
             problem = "a URL must be BUCKET/NAME/.. of ASCII letters, digits and ._~=,+@!()-"
@@ -119,24 +118,23 @@ def absolute(path: epath.PathLike) -> epath.Path:
 
 def local_cache() -> pathlib.Path:
     """Returns the folder for what prope keeps between runs on this machine."""
-    if os.environ.get("PROPE_CACHE"):
-        return _local_folder("PROPE_CACHE", os.environ["PROPE_CACHE"])
-    return user_cache() / "prope"
+    return _local_folder("PROPE_CACHE", os.environ.get("PROPE_CACHE")) or user_cache() / "prope"
 
 
 def user_cache() -> pathlib.Path:
     """Returns the user's cache folder; raises UsageError where there is no home folder."""
-    if os.environ.get("XDG_CACHE_HOME"):
-        return _local_folder("XDG_CACHE_HOME", os.environ["XDG_CACHE_HOME"])
-    if os.path.expanduser("~") == "~":
+    folder = _local_folder("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME"))
+    if folder is None and os.path.expanduser("~") == "~":
         raise UsageError("HOME: there is no home folder; set HOME or XDG_CACHE_HOME")
-    return _local_folder("HOME", "~/.cache")
+    return folder or _local_folder("HOME", "~/.cache")
 
 
-def _local_folder(field: str, place: str) -> pathlib.Path:
-    path = as_path(field, place)
+def _local_folder(variable: str, place: str | None) -> pathlib.Path | None:
+    if not place:
+        return None
+    path = as_path(variable, place)
     if is_url(path):
-        raise usage_error(field, path, "must be a local folder")
+        raise usage_error(variable, path, "must be a local folder")
     return pathlib.Path(path)
 
 
@@ -431,11 +429,9 @@ def files_below(folder: epath.Path) -> dict[str, int]:
         system, root = fsspec.core.url_to_fs(str(folder))
         details = system.find(root, detail=True)
         return {os.path.relpath(path, root): details[path]["size"] for path in sorted(details)}
-    sizes = {}
-    for path in sorted(pathlib.Path(folder).rglob("*")):  # fsspec would hide errors
-        if path.is_file():
-            sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
-    return sizes
+    paths = sorted(pathlib.Path(folder).rglob("*"))  # fsspec would hide errors
+    files = filter(pathlib.Path.is_file, paths)
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
 def upload(folder: epath.Path, target: epath.Path) -> None:

@@ -254,12 +254,9 @@ def check_shared(directory: epath.Path) -> None:
 
 def is_peer_loss(error: Exception) -> bool:
     """Returns whether the error of a collective says that another process is gone."""
-    if _count == 1:
-        return False
     # Gloo's errors may be ValueErrors.
-    if not isinstance(error, jax.errors.JaxRuntimeError | ValueError):
-        return False
-    return _PEER_LOST.search(str(error)) is not None
+    may_be = _count > 1 and isinstance(error, jax.errors.JaxRuntimeError | ValueError)
+    return may_be and _PEER_LOST.search(str(error)) is not None
 
 
 @contextlib.contextmanager

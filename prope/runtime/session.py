@@ -46,10 +46,6 @@ class Session(contextlib.ExitStack):
         self.interrupts.vote_over(mesh)
         self._starts = workdir / "starts.jsonl"
 
-    def compiled(self) -> None:
-        """Ends the compilation; from now on a signal has the loop save before it stops."""
-        self.interrupts.training = True
-
     def first_step(self, step: int, metrics) -> None:
         """Waits for the first step and adds this start to starts.jsonl."""
         jax.block_until_ready(metrics)

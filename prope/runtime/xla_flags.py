@@ -70,7 +70,9 @@ def environment(platform: str) -> dict[str, str]:
         return {}
     variables = {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(GPU_MEMORY_FRACTION)}
     capabilities = _compute_capabilities()
-    if _is_one_process() and len(capabilities) == 1:
+    processes = os.environ.get("PROPE_PROCESSES") or "1"
+    is_one_process = processes == "1" or processes.startswith("0/1@")
+    if is_one_process and len(capabilities) == 1:
         # There is nothing to exchange, and the flags made a step take a tenth longer: of
         # gemma_300m_wiki.py 1.50 against 1.36 s (H100, JAX 0.11.2, 2026-11-27).
         return variables
@@ -107,12 +109,6 @@ def _compute_capabilities() -> list[str]:
     capabilities = [line for line in done.stdout.splitlines() if line.strip()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return capabilities[: len(visible.split(","))] if visible else capabilities
-
-
-def _is_one_process() -> bool:
-    """Returns whether the run is this process alone, as far as PROPE_PROCESSES says."""
-    processes = os.environ.get("PROPE_PROCESSES") or "1"
-    return processes == "1" or processes.startswith("0/1@")
 
 
 def in_force() -> dict[str, str]:

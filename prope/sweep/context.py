@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from prope.inference.statistics import Difference
 from prope.sweep.pictures import by_length
-from prope.sweep.runs import Run, average, find_changed, groups
+from prope.sweep.runs import Run, average, find_changed, finished_runs, groups
 
 
 class Cut(NamedTuple):
@@ -34,9 +34,8 @@ class Row(NamedTuple):
 
 def rows(runs: list[Run]) -> list[Row]:
     """Makes a row for every group and length that all its finished runs were evaluated at."""
-    finished = [run for run in runs if run.state == "finished"]
     made = []
-    for name, group in groups(finished).items():
+    for name, group in groups(finished_runs(runs)).items():
         curves = [by_length(run) for run in group]
         compared = set.intersection(*map(set, curves))
         cut = {record["seq_len"] for record in group[0].evaluations if record.get("window")}
@@ -53,11 +52,12 @@ def rows(runs: list[Run]) -> list[Row]:
 
 def _cuts(group: list[Run], T: int) -> Iterator[Cut]:
     """Yields the cuts that all runs of a group have records of, at a length."""
-    cuts = set()
-    for run in group:
-        for record in run.evaluations:
-            if record.get("window") and record["seq_len"] == T:
-                cuts.add((record["window"], record["sinks"]))
+    cuts = {
+        (record["window"], record["sinks"])
+        for run in group
+        for record in run.evaluations
+        if record.get("window") and record["seq_len"] == T
+    }
     for window, sinks in sorted(cuts):
         fields = {"seq_len": T, "window": window, "sinks": sinks}
         found = [find_changed(run, fields) for run in group]

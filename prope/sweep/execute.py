@@ -1,6 +1,7 @@
 """Carries out a sweep: its runs one after the other here, or each by the command of a launcher."""
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -168,6 +169,7 @@ def job_name(text: str) -> str:
     return f"{plain[:31].rstrip('-')}-{zlib.crc32(text.encode()):08x}"
 
 
+@dataclasses.dataclass
 class Sweep:
     """The runs of a sweep and what carries them out: this machine, or a launcher's command.
 
@@ -175,12 +177,11 @@ class Sweep:
     run is not going on. What was handed to it stands in `launched/RUN` until that is known.
     """
 
-    def __init__(self, directory: epath.Path, runs: list[Planned], launcher: list[str]):
-        self.directory = directory
-        self.runs = runs
-        self.launcher = launcher  # its words; empty: the runs are carried out here
-        self.failed: dict[str, str] = {}  # reasons, by run
-        self.record: dict = {}  # the content of sweep.json without its runs
+    directory: epath.Path
+    runs: list[Planned]
+    launcher: list[str]  # its words; empty: the runs are carried out here
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)  # reasons, by run
+    record: dict = dataclasses.field(default_factory=dict)  # sweep.json without its runs
 
     def command(self, run: Planned) -> list[str]:
         """Returns the command that carries out a run.

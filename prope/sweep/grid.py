@@ -9,8 +9,8 @@ from typing import NamedTuple
 from absl import flags
 from ml_collections import ConfigDict
 
-from prope.config import as_given, describe_left, flat, python_file
-from prope.errors import UsageError, nearest, usage_error
+from prope.config import FIELDS, as_given, describe_unknown, python_file
+from prope.errors import UsageError, usage_error
 from prope.runtime.validate import validate
 
 P = "model.rope_percentage"
@@ -42,12 +42,10 @@ def read_grids(
             remedy = "say what to sweep: --rope_percentage=0,0.25,0.5,0.75,1 or --grid=seed=0,1,2"
             raise usage_error("--config", as_given(file), "has no get_sweep()", remedy)
         grids = [swept] if isinstance(swept, dict) else swept
-    known = flat(base)
     for grid in grids:
         for name in grid:
-            if name != CONFIG and name not in known:
-                problem = f"there is no such config field{nearest(name, known)}"
-                raise UsageError(f"{where} {name}: {describe_left(name) or problem}")
+            if name != CONFIG and name not in FIELDS:
+                raise UsageError(f"{where} {name}: {describe_unknown(name)}")
             if name in overrides:
                 remedy = "give it here or in the grid"
                 raise usage_error(f"--config.{name}", overrides[name], "is swept", remedy)

@@ -62,30 +62,28 @@ def effective_length(trained: int, by_length: dict[int, dict]) -> int | None:
 def effective_lengths(runs: list[Run]) -> dict[str, dict[str, str]]:
     """Lists the effective lengths of every group's runs, by group and task."""
     tasks = dict.fromkeys(task for run in runs for task in answers_by_task(run))
-    table = {}
-    for name, group in groups(runs).items():
-        table[name] = {}
-        for task in tasks:
-            texts = []
-            for run in group:
-                trained = run.config.data.seq_len
-                by_length = answers_by_task(run).get(task, {})
-                length = effective_length(trained, by_length)
-                missing = "none" if trained in by_length else "–"
-                texts.append(str(length or missing))
-            table[name][task] = ", ".join(texts)
-    return table
+    return {
+        name: {task: ", ".join(_length_text(run, task) for run in group) for task in tasks}
+        for name, group in groups(runs).items()
+    }
+
+
+def _length_text(run: Run, task: str) -> str:
+    """Formats a run's effective length; – where it was not asked at its training length."""
+    trained = run.config.data.seq_len
+    by_length = answers_by_task(run).get(task, {})
+    missing = "none" if trained in by_length else "–"
+    return str(effective_length(trained, by_length) or missing)
 
 
 def maps(runs: list[Run]) -> list[Picture]:
     """Makes a picture of every task, with a map for each group of runs."""
     effective = effective_lengths(runs)
     tasks = next(iter(effective.values()))
-    pictures = []
-    for task in tasks:
-        task_runs = [run for run in runs if task in answers_by_task(run)]
-        pictures.append(_picture(task, groups(task_runs), effective))
-    return pictures
+    return [
+        _picture(task, groups(run for run in runs if task in answers_by_task(run)), effective)
+        for task in tasks
+    ]
 
 
 def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Picture:
@@ -96,8 +94,9 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
     }
     by_run = list(itertools.chain(*asked.values()))
     guess = max(record["guess"] for records in by_run for record in records)
-    octaves = [octave for records in by_run for octave in _count_by_octave(records).values()]
-    counts = [round(prompts) for _, prompts in octaves]
+    counts = [
+        round(prompts) for records in by_run for _, prompts in _count_by_octave(records).values()
+    ]
 
     def draw(figure) -> None:
         heights = (3, 2) * blocks
@@ -175,12 +174,8 @@ def _average_cells(records: list[dict]) -> tuple[list, list, np.ndarray]:
             shares.setdefault(place, []).append(cell["accuracy"])
     rows = sorted({row for row, _ in shares})
     lengths = sorted({length for _, length in shares})
-    shape = (len(rows), len(lengths))
-    values = np.full(shape, np.nan)
-    for (row, length), by_seed in shares.items():
-        place = rows.index(row), lengths.index(length)
-        values[place] = np.mean(by_seed)
-    return rows, lengths, values
+    values = [[np.mean(shares.get((row, T), np.nan)) for T in lengths] for row in rows]
+    return rows, lengths, np.array(values)
 
 
 def _draw_distances(axes, by_run: list[list[dict]], distances: dict, guess: float) -> None:

@@ -27,6 +27,7 @@ from prope.sweep.runs import (
     P,
     Run,
     check_equal,
+    finished_runs,
     groups,
     have_same_seeds,
     read_entries,
@@ -151,13 +152,13 @@ def write(
 
     `found` are more tables of the page, of the names in `_TABLES`.
     """
+    report = folder / "report"
     config = runs[0].config
-    finished = [run for run in runs if run.state == "finished"]
     # A run may lack the fields of another grid.
     swept = dict.fromkeys(name for run in runs for name in run.values)
     differing = differing_fields(runs)
     return page.write(
-        folder / "report",
+        report,
         "sweep",
         drawn,
         title=f"Sweep {directory.resolve().name}",
@@ -167,13 +168,18 @@ def write(
         by_p=all(P in run.values for run in runs),
         rows=rows,
         swept=list(swept),
-        windows=sorted({run.evaluation.get("windows") or 0 for run in finished}),
+        windows=sorted({run.evaluation.get("windows") or 0 for run in finished_runs(runs)}),
         effective_lengths=effective_lengths(runs),
         left_out=sum(len(run.dropped) for run in runs),
         planned=len(read_entries(directory)),
         unfinished=unfinished_entries(directory, runs),
         equality=equality(runs),
-        runs=[_row_of(run, folder / "report") for run in runs],
+        runs=[
+            {"name": run.name, "link": link_to(run.workdir / "report" / "index.html", report)}
+            | run.record()
+            | origin(run)
+            for run in runs
+        ],
         training_time=duration(sum(map(training_seconds, runs))),
         settings={name: value for name, value in flat(config).items() if name not in differing},
         **dict.fromkeys(_TABLES, ()) | found,
@@ -187,22 +193,13 @@ def link_to(path: epath.Path, folder: epath.Path) -> str | None:
     return os.path.relpath(absolute(path), absolute(folder))
 
 
-def _row_of(run: Run, folder: epath.Path) -> dict:
-    """Returns what the page in `folder` says of a run, with the address of its own, if any."""
-    link = link_to(run.workdir / "report" / "index.html", folder)
-    return {"name": run.name, "link": link} | run.record() | origin(run)
-
-
 def paper_result(config: ConfigDict) -> tuple[str, float] | None:
     """Finds the paper's (dataset, perplexity) for a run on the paper's data, model and length."""
     fields = flat(config)
-    if any(fields[name] != value for name, value in PAPER_FIELDS.items()):
-        return None
-    if config.data.tokenizer == "byte":
-        return None
     model = config.model
     encoding = (model.rope_type, model.max_wavelength, model.rope_percentage)
-    if encoding not in PAPER:
+    is_paper_model = all(fields[name] == value for name, value in PAPER_FIELDS.items())
+    if not is_paper_model or config.data.tokenizer == "byte" or encoding not in PAPER:
         return None
     wikipedia, flan = PAPER[encoding]
     if config.data.dataset == "wikipedia/20230601.en":
@@ -277,13 +274,12 @@ def _ends(difference: Difference) -> str:
 
 def _close(rows: list[dict], rope: str) -> str:
     """Lists the groups whose loss is not distinguishable from RoPE's."""
-    close = []
-    for row in rows:
-        difference = row["difference"]
-        if row["reference"] != rope or difference is None:
-            continue
-        if difference.stderr and not difference.distinguishable:
-            close.append(row["group"])
+    compared = [row for row in rows if row["reference"] == rope and row["difference"]]
+    close = [
+        row["group"]
+        for row in compared
+        if row["difference"].stderr and not row["difference"].distinguishable
+    ]
     return f" Not distinguishable from it: {', '.join(close)}." if close else ""
 
 
@@ -306,11 +302,9 @@ def equality(runs: list[Run]) -> dict:
     except RunFailed as error:
         return {"error": str(error)}
     swept = {name for run in runs for name in run.values}
-    fields = []
-    for name in differing_fields(runs):
-        short_name = name.rpartition(".")[2]
-        if name not in swept and short_name not in swept:
-            fields.append(name)
+    fields = [
+        name for name in differing_fields(runs) if swept.isdisjoint((name, name.rpartition(".")[2]))
+    ]
     return {"error": None, "fields": fields} | equal
 
 
@@ -319,14 +313,9 @@ def origin(run: Run) -> dict:
     seconds = training_seconds(run)
     return {
         "starts": read_jsonl(run.workdir / "starts.jsonl"),
-        "pace": run.metrics[-1]["step"] * tokens_per_step(run) / seconds if seconds else None,
+        "pace": run.metrics[-1]["step"] * run.tokens_per_step / seconds if seconds else None,
         "training_time": duration(seconds) if seconds else "–",
     }
-
-
-def tokens_per_step(run: Run) -> int:
-    """Returns the number of tokens in a batch."""
-    return run.config.batch_size * run.config.data.seq_len
 
 
 def training_seconds(run: Run) -> float:
@@ -336,7 +325,7 @@ def training_seconds(run: Run) -> float:
     for record in run.metrics:
         speed = record.get("tokens_per_second")
         if speed:
-            seconds += (record["step"] - last_step) * tokens_per_step(run) / speed
+            seconds += (record["step"] - last_step) * run.tokens_per_step / speed
         last_step = record["step"]
     return seconds
 

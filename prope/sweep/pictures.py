@@ -19,7 +19,7 @@ from prope.html.page import number
 from prope.inference.statistics import average_seeds
 from prope.sweep.maps import maps
 from prope.sweep.recovery import WITHIN, Recovery, list_evaluations
-from prope.sweep.runs import SEED, P, Run, group_name, groups
+from prope.sweep.runs import SEED, P, Run, group_name, groups, shown_fields
 from prope.workdir.records import find_evaluation, find_evaluations
 
 Curve = dict[float, float]
@@ -99,10 +99,7 @@ def curve_by_bucket_centre(buckets: list[dict], name: str) -> Curve:
 
 def last_evaluations(run: Run) -> list[dict]:
     """Selects the last step's evaluations on the data of training, of all window lengths."""
-    fields = {"step": run.last_step}
-    if run.metrics:  # an import has no data of its own
-        fields["dataset"] = run.config.data.dataset
-    records = find_evaluations(run.evaluations, **fields)
+    records = find_evaluations(run.evaluations, **shown_fields(run))
     if not run.metrics:
         return records
     # Not those of documents trained on.
@@ -120,14 +117,9 @@ def by_length(run: Run) -> Curve:
         if record["loss"] is not None:
             by_text.setdefault(text, {})[record["seq_len"]] = record["loss"]
 
-    def fullness(text: tuple) -> tuple:
-        max_windows, _ = text
-        return max_windows, len(by_text[text])
-
-    several = [text for text, losses in by_text.items() if len(losses) > 1]
-    if not several:
-        return {}
-    return by_text[max(several, key=fullness)]
+    several = [(text[0], losses) for text, losses in by_text.items() if len(losses) > 1]
+    _, fullest = max(several, key=lambda one: (one[0], len(one[1])), default=(0, {}))
+    return fullest
 
 
 def by_octave(run: Run) -> Curve:
@@ -225,9 +217,7 @@ def pictures(
         plots.append(plot)
     rope_of = {row["group"]: row["reference"] for row in rows}
     drawn = [perplexity_picture(rows)]
-    for plot in plots:
-        by_group = read_curves(runs, plot.read)
-        drawn.append(curves_picture(plot, by_group, rope_of))
+    drawn += [curves_picture(plot, read_curves(runs, plot.read), rope_of) for plot in plots]
     gaps = {recovery.run: dict(recovery.gaps) for recovery in recovered}
     by_group = read_curves(runs, lambda run: gaps.get(run.name, {}))
     drawn.append(curves_picture(RECOVERY, by_group, {}))
@@ -286,8 +276,18 @@ def curves_picture(plot: Plot, by_group: Curves, rope_of: dict) -> Picture | Non
         shown["minus that of RoPE"] = differences
 
     def draw(figure) -> None:
+        style = styles(list(by_group))
         row = panels(figure, len(shown))[0]
-        _draw_curves(row, plot, shown, styles(list(by_group)))
+        for axes, (title, lines) in zip(row, shown.items(), strict=True):
+            for group, points in lines.items():
+                line(axes, points, style[group], group)
+            x = f"{plot.x}, log scale" if plot.log else plot.x
+            y = plot.y if title == plot.title else "difference"
+            axes.set(xlabel=x, ylabel=y, title=title)
+            axes.locator_params(axis="x", integer=True)
+            if plot.log:
+                axes.set_xscale("log", base=2)
+                axes.xaxis.set_major_formatter("{x:,.0f}")
         legend(row[0])
         for axes in row[1:]:
             axes.axhline(0, color=TEXT, lw=1.2)
@@ -296,20 +296,6 @@ def curves_picture(plot: Plot, by_group: Curves, rope_of: dict) -> Picture | Non
     ends = "; ".join(f"{group}: {mean:.4f}" for group, (mean, _) in last.items())
     alt = f"{plot.title}, by {plot.x}. At the right end: {ends}."
     return Picture(plot.name, plot.title, alt, f"{_MEANS}{plot.note}", draw)
-
-
-def _draw_curves(row, plot: Plot, shown: dict[str, Means], style: dict) -> None:
-    """Draws the lines of every panel, by its title."""
-    for axes, (title, lines) in zip(row, shown.items(), strict=True):
-        for group, points in lines.items():
-            line(axes, points, style[group], group)
-        x = f"{plot.x}, log scale" if plot.log else plot.x
-        y = plot.y if title == plot.title else "difference"
-        axes.set(xlabel=x, ylabel=y, title=title)
-        axes.locator_params(axis="x", integer=True)
-        if plot.log:
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter("{x:,.0f}")
 
 
 # --- Perplexity -----------------------------------------------------------------------------------
@@ -363,14 +349,12 @@ def read_means(rows: list[dict], by_p: bool) -> tuple[Means, Means]:
             values = dict(row["values"])
             x = values.pop(P)
             name = group_name(values)
-        points = perplexities.setdefault(name, {})
-        points[x] = (row["perplexity"], row["perplexity_sd"])
+        perplexities.setdefault(name, {})[x] = (row["perplexity"], row["perplexity_sd"])
         difference = row["difference"]
         if difference:
             interval = difference.interval()
             reach = interval and interval[1] - difference.difference
-            points = differences.setdefault(name, {})
-            points[x] = (difference.difference, reach)
+            differences.setdefault(name, {})[x] = (difference.difference, reach)
     return perplexities, differences
 
 

@@ -4,12 +4,7 @@ from typing import NamedTuple
 
 from prope.encodings import FIELDS
 from prope.sweep.runs import Run
-from prope.workdir.records import (
-    SAME_WINDOWS,
-    UNCONVERTED,
-    evaluations_of_training,
-    find_evaluation,
-)
+from prope.workdir.records import UNCONVERTED, find_validation, windows_of
 
 WITHIN = 0.02  # nats per token
 
@@ -34,7 +29,7 @@ def recoveries(runs: list[Run]) -> list[Recovery]:
     found = []
     for run in runs:
         alike = [control for control in controls if _values(control) == _values(run)]
-        if run not in controls and alike and _evaluation(run, 0) is not None:
+        if run not in controls and alike and _validation(run, 0) is not None:
             found.append(compare(run, alike[0]))
     return found
 
@@ -46,45 +41,39 @@ def compare(run: Run, control: Run, within: float = WITHIN) -> Recovery:
     """
     ours = _losses(run)
     theirs = _losses(control)
-    tokens_per_step = run.config.batch_size * run.config.data.seq_len
     tokens = None
     gaps = []
     for step, windows in sorted(ours.keys() & theirs.keys()):
         gap = ours[step, windows] - theirs[step, windows]
-        gaps.append((step * tokens_per_step, gap))
+        gaps.append((step * run.tokens_per_step, gap))
         if gap > within:
             tokens = None
         elif tokens is None:
-            tokens = step * tokens_per_step
+            tokens = step * run.tokens_per_step
     return Recovery(run.name, control.name, tokens, within, gaps)
 
 
 def _losses(run: Run) -> dict[tuple, float]:
     """Returns the losses of training's evaluations by step and windows."""
-    losses = {}
-    for record in list_evaluations(run):
-        windows = tuple(record.get(field) for field in SAME_WINDOWS)
-        losses[record["step"], windows] = record["loss"]
-    return losses
+    records = list_evaluations(run)
+    return {(record["step"], windows_of(record)): record["loss"] for record in records}
 
 
 def list_evaluations(run: Run) -> list[dict]:
     """Lists training's evaluations with a loss, by step."""
     steps = sorted({record["step"] for record in run.evaluations})
-    records = [_evaluation(run, step) for step in steps]
+    records = [_validation(run, step) for step in steps]
     return [record for record in records if record and record["loss"] is not None]
 
 
-def _evaluation(run: Run, step: int, encoding: str | None = None) -> dict | None:
-    records = evaluations_of_training(run.evaluations, run.config, step, encoding)
-    max_windows = run.config.eval.max_windows
-    return find_evaluation(records, max_windows=max_windows, encoding=encoding)
+def _validation(run: Run, step: int, encoding: str | None = None) -> dict | None:
+    return find_validation(run.evaluations, run.config, step, encoding)
 
 
 def _is_control(run: Run) -> bool:
     """Returns whether a run that was begun from another keeps its encoding."""
-    start = _evaluation(run, 0)
-    before = _evaluation(run, 0, UNCONVERTED)
+    start = _validation(run, 0)
+    before = _validation(run, 0, UNCONVERTED)
     return start is not None and (before is None or before["loss"] == start["loss"])
 
 

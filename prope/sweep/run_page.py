@@ -20,8 +20,18 @@ from prope.sweep.runs import P, Run, read_run
 from prope.workdir.run import read_config
 
 # Records that differ in one of these are rows of their own, sorted by them.
-_IDENTITY = ("step", "dataset", "seq_len", "encoding", "tokens")
-_IDENTITY += ("factor", "window", "sinks", "split", "fingerprint")
+_IDENTITY = (
+    "step",
+    "dataset",
+    "seq_len",
+    "encoding",
+    "tokens",
+    "factor",
+    "window",
+    "sinks",
+    "split",
+    "fingerprint",
+)
 
 
 def report_run(workdir: epath.Path, output: str | None = None) -> dict:
@@ -82,8 +92,7 @@ def encoding_picture(run: Run) -> Picture:
     model = run.config.model
     kinds = {}
     for window, freqs in zip(layer_windows(model), layer_frequencies(model), strict=True):
-        same = kinds.setdefault((window, freqs.tobytes()), [])
-        same.append(freqs)
+        kinds.setdefault((window, freqs.tobytes()), []).append(freqs)
     curves = {}
     for (window, _), same in kinds.items():
         seen = f"window {window:,}" if window else "no window"

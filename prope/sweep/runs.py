@@ -75,6 +75,11 @@ class Run:
         return self.config.num_steps if self.metrics else self.step
 
     @property
+    def tokens_per_step(self) -> int:
+        """The number of tokens in a batch."""
+        return self.config.batch_size * self.config.data.seq_len
+
+    @property
     def last_evaluations(self) -> list[dict]:
         """The evaluations of the last step on the data of training; none without training's own."""
         records = evaluations_of_training(self.evaluations, self.config, self.config.num_steps)
@@ -146,19 +151,20 @@ def read_run(workdir: epath.Path, values: dict, config: ConfigDict) -> Run:
 def on_common_windows(runs: list[Run]) -> list[Run]:
     """Drops last evaluations on windows that another finished run on the same data lacks."""
     common: dict[tuple, set] = {}  # numbers of windows, by the documents and a window's length
-    finished = [run for run in runs if run.state == "finished"]
+    finished = finished_runs(runs)
     for run in finished:
         counts = {record.get("windows") for record in run.last_evaluations}
         data = _documents_and_length(run.evaluation)
         common[data] = common.get(data, counts) & counts
 
     def select(run: Run) -> Run:
-        dropped = []
-        for record in run.last_evaluations if run in finished else ():
-            if record.get("windows") not in common[_documents_and_length(record)]:
-                dropped.append(record)
+        dropped = tuple(
+            record
+            for record in (run.last_evaluations if run in finished else ())
+            if record.get("windows") not in common[_documents_and_length(record)]
+        )
         kept = [record for record in run.evaluations if record not in dropped]
-        return dataclasses.replace(run, evaluations=kept, dropped=tuple(dropped))
+        return dataclasses.replace(run, evaluations=kept, dropped=dropped)
 
     return list(map(select, runs))
 
@@ -174,7 +180,7 @@ def read_entries(directory: epath.Path) -> list[dict]:
 
 def unfinished_entries(directory: epath.Path, runs: Iterable[Run]) -> list[dict]:
     """Selects the entries of planned runs that are not finished; a `reason` tells why, if known."""
-    finished = {run.name for run in runs if run.state == "finished"}
+    finished = {run.name for run in finished_runs(runs)}
     return [entry for entry in read_entries(directory) if entry["name"] not in finished]
 
 
@@ -227,9 +233,10 @@ def _hashes(run: Run) -> Iterator[tuple[str, int, str, str]]:
     config = run.config
 
     def fields(group: str, without: set[str]) -> list:
-        kept = flat(config).items()
         return [
-            (name, value) for name, value in kept if name.startswith(group) and name not in without
+            (name, value)
+            for name, value in flat(config).items()
+            if name.startswith(group) and name not in without
         ]
 
     if run.init_hash is not None:
@@ -238,6 +245,11 @@ def _hashes(run: Run) -> Iterator[tuple[str, int, str, str]]:
     for record in run.metrics:
         if record.get("batch_hash") is not None:
             yield "batch", record["step"], batches, record["batch_hash"]
+
+
+def finished_runs(runs: Iterable[Run]) -> list[Run]:
+    """Selects the runs that are at their last step, and evaluated there."""
+    return [run for run in runs if run.state == "finished"]
 
 
 def groups(runs: Iterable[Run]) -> dict[str, list[Run]]:
@@ -251,10 +263,11 @@ def groups(runs: Iterable[Run]) -> dict[str, list[Run]]:
 def group_name(values: dict) -> str:
     """Names a group by its values: 'p = 0.25' for {"rope_percentage": 0.25, "seed": 1}."""
     prefixes = {P: "p = ", CONFIG: ""}  # a config is named by itself
-    texts = []
-    for name, value in values.items():
-        if name != SEED:
-            texts.append(prefixes.get(name, f"{name} = ") + text_of(value))
+    texts = [
+        prefixes.get(name, f"{name} = ") + text_of(value)
+        for name, value in values.items()
+        if name != SEED
+    ]
     return ", ".join(texts) or "all runs"
 
 
@@ -281,15 +294,21 @@ def paired_runs(group: list[Run], others: list[Run]) -> list[Pair]:
 
     Evaluations without a loss are left out.
     """
-    by_seed = {run.values.get(SEED): run for run in others if run.state == "finished"}
+    by_seed = {run.values.get(SEED): run for run in finished_runs(others)}
     pairs = []
-    for run in group:
+    for run in finished_runs(group):
         other = by_seed.get(run.values.get(SEED))
-        if other is not None and run.state == "finished":
+        if other is not None:
             records = find_pair(run.last_evaluations, other.last_evaluations)
             if records is not None and has_losses(*records):
                 pairs.append((run, other, *records))
     return pairs
+
+
+def shown_fields(run: Run) -> dict:
+    """Returns values of the last step's records on the run's data, which an import has not."""
+    data = {"dataset": run.config.data.dataset} if run.metrics else {}
+    return {"step": run.last_step} | data
 
 
 def find_changed(run: Run, record: dict) -> tuple[dict, ...]:
@@ -297,12 +316,9 @@ def find_changed(run: Run, record: dict) -> tuple[dict, ...]:
 
     They are on the same windows; () without both, or without their losses.
     """
-    fields = {name: record.get(name) for name in ("seq_len", *CHANGES)}
-    if run.metrics:  # an import has no data of its own
-        fields["dataset"] = run.config.data.dataset
+    fields = {name: record.get(name) for name in ("seq_len", *CHANGES)} | shown_fields(run)
     plain = [*run.dropped, *run.evaluations]
-    step = run.last_step
-    found = find_pair(run.evaluations, plain, dict.fromkeys(CHANGES), step=step, **fields)
+    found = find_pair(run.evaluations, plain, dict.fromkeys(CHANGES), **fields)
     return found if found and has_losses(*found) else ()
 
 
@@ -366,8 +382,7 @@ def table(runs: Iterable[Run]) -> list[dict]:
     fields = {name: None for group in by_name.values() for name in group[0].values if name != SEED}
     rows = []
     for group in by_name.values():
-        finished = [run for run in group if run.state == "finished"]
-        scored = [run for run in finished if run.evaluation["loss"] is not None]
+        scored = [run for run in finished_runs(group) if run.evaluation["loss"] is not None]
         records = [run.record() for run in scored]
         row = {name: group[0].values.get(name) for name in fields}
         row["rotated_pairs"] = rotated_pairs(group[0].config.model)

@@ -27,7 +27,6 @@ from prope.errors import (
     find_full,
     first_line,
     is_denied,
-    is_disk_full,
     is_storage_error,
     log,
 )
@@ -129,7 +128,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         """
         if step in self._steps:
             return
-        hashes = _hash_items(config, data, {"params": params, "opt_state": opt_state})
+        arrays = {"params": params, "opt_state": opt_state}
+        hashes = _hash_items(config, data, arrays)
         items = ocp.args.Composite(
             params=ocp.args.PyTreeSave(params, save_args=_chunks(params)),
             opt_state=ocp.args.PyTreeSave(opt_state),
@@ -144,7 +144,6 @@ class Checkpoints(contextlib.AbstractContextManager):
             if not self._steps:
                 self._manager.wait_until_finished()
                 folder = self.directory / str(step)
-                arrays = {"params": params, "opt_state": opt_state}
                 processes.call_on_first(functools.partial(_read_back, folder, arrays))
         self._steps.append(step)
         self._unchecked = True
@@ -171,14 +170,15 @@ class Checkpoints(contextlib.AbstractContextManager):
             with os_errors_of_tensorstore(processes.is_peer_loss):
                 yield
         except Exception as error:
-            is_final = is_disk_full(error) or is_denied(error)  # a person must change something
-            is_of_storage = is_disk_full(error) or is_storage_error(error)
+            full = find_full(error)
+            is_of_storage = full or is_storage_error(error)
             if isinstance(error, UsageError | RunFailed | Stopped) or not is_of_storage:
                 raise
-            reason = find_full(error) or first_line(error)
             failed = f"checkpoint {self._saving} could not be written to {self.directory}"
             remedy = "see to the storage, then run the same command again"
+            reason = full or first_line(error)
             message = f"{failed} ({reason}); those before it are whole: {remedy}"
+            is_final = full or is_denied(error)  # a person must change something
             kind = RunFailed if is_final else StorageFailed
             raise kind(message) from error
 
@@ -266,8 +266,9 @@ def _hash_items(config: dict, data: dict, arrays: dict[str, Any]) -> dict[str, A
 
 def _chunks(params):
     """Returns how parameters are cut in a checkpoint: layers apart, so that one is read alone."""
-    by_layer = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,))
-    whole = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=())
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: by_layer if path[0].key == "layers" else whole, params
-    )
+
+    def cut(path, _) -> ocp.SaveArgs:
+        axes = (0,) if path[0].key == "layers" else ()
+        return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=axes)
+
+    return jax.tree_util.tree_map_with_path(cut, params)

@@ -5,6 +5,7 @@ import json
 
 import jax
 import numpy as np
+from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from prope.sharding import hash_bits
 
@@ -23,19 +24,14 @@ def array_hashes(tree) -> dict[str, list[int]]:
 
     The devices compute the hashes and send 4 bytes per array or layer to the host.
     """
-    by_path = {}
-    for path, hashes in jax.tree_util.tree_leaves_with_path(_hash_leaves(tree)):
-        by_path[jax.tree_util.keystr(path)] = np.atleast_1d(hashes).tolist()
-    return by_path
+    leaves = tree_leaves_with_path(_hash_leaves(tree))
+    return {keystr(path): np.atleast_1d(hashes).tolist() for path, hashes in leaves}
 
 
 def array_shapes(tree) -> dict[str, str]:
     """Describes the arrays of a tree, or their shapes, by path: {"['a']['b']": "float32[9, 4]"}."""
-    by_path = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        dims = list(leaf.shape)
-        by_path[jax.tree_util.keystr(path)] = f"{leaf.dtype}{dims}"
-    return by_path
+    leaves = tree_leaves_with_path(tree)
+    return {keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
 
 
 def hash_on_host(array: np.ndarray, first: int = 0) -> int:
@@ -73,4 +69,4 @@ def _hash_leaves(tree):
         names = [getattr(key, "key", None) for key in path]
         return hash_bits(leaf, "layers" in names)
 
-    return jax.tree_util.tree_map_with_path(hash_leaf, tree)
+    return tree_map_with_path(hash_leaf, tree)

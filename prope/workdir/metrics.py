@@ -22,7 +22,7 @@ from prope.runtime import processes
 from prope.runtime.files import append_jsonl, is_url, upload, write_atomic
 from prope.runtime.progress import has_bars
 from prope.workdir.lease import Lease
-from prope.workdir.records import evaluations_of_training, find_evaluation, read_jsonl
+from prope.workdir.records import find_validation, read_jsonl
 
 _FILES = ("metrics.jsonl", "eval.jsonl", "skips.jsonl")
 _URL_SECONDS = 30.0  # between writes to a URL of files up to 1 MiB; pauses write, too
@@ -275,9 +275,7 @@ class MetricWriter(contextlib.ExitStack):
     def evaluated(self, step: int, encoding: str | None = None) -> dict | None:
         """Returns the newest evaluation of `step` on this config's validation windows, if any."""
         records = read_jsonl(self._workdir / "eval.jsonl")
-        records = evaluations_of_training(records, self._config, step, encoding)
-        max_windows = self._config.eval.max_windows
-        return find_evaluation(records, max_windows=max_windows, encoding=encoding)
+        return find_validation(records, self._config, step, encoding)
 
     def summary(self, init_hash: str) -> dict:
         """Returns what the command prints; what the last step has no record of is None."""

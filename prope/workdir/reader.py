@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 from etils import epath
-from jax.tree_util import DictKey, keystr
+from jax.tree_util import DictKey, keystr, tree_leaves_with_path, tree_map_with_path
 from ml_collections import ConfigDict
 
 from prope import config as config_lib
@@ -113,7 +113,7 @@ class CheckpointReader:
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
 
         with processes.raise_on_all(Damaged):  # before all hash together
-            items = jax.tree_util.tree_map_with_path(read_sharded, abstract)
+            items = tree_map_with_path(read_sharded, abstract)
         for item, tree in items.items():
             saved = self._hashes.get(item, {})
             for path, hashes in array_hashes(tree).items():
@@ -140,7 +140,7 @@ class CheckpointReader:
 
     def open(self, **abstract) -> None:
         """Opens the arrays of whole items, as `restore` does before it reads them."""
-        for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):
+        for path, leaf in tree_leaves_with_path(abstract):
             self._read_slice(path[0].key, path[1:], leaf, None)
 
     @functools.cached_property
@@ -168,7 +168,7 @@ class CheckpointReader:
             return array
 
         below = functools.reduce(operator.getitem, path, self.shapes)
-        return jax.tree_util.tree_map_with_path(read_verified, below)
+        return tree_map_with_path(read_verified, below)
 
     def _read_slice(self, item: str, path, leaf: jax.ShapeDtypeStruct, index) -> np.ndarray:
         """Reads a slice of the array at a key path in an item; `leaf` has its shape and dtype.

@@ -74,6 +74,14 @@ def find_evaluation(records: Iterable[dict], **fields) -> dict | None:
     return max(newest_first, key=lambda record: record.get("windows", 0), default=None)
 
 
+def find_validation(
+    records: Iterable[dict], config: ConfigDict, step: int, encoding: str | None = None
+) -> dict | None:
+    """Returns the newest evaluation of a step on the validation windows of `config`, if any."""
+    records = evaluations_of_training(records, config, step, encoding)
+    return find_evaluation(records, max_windows=config.eval.max_windows, encoding=encoding)
+
+
 def find_pair(
     records: list[dict], others: list[dict], second_fields: dict | None = None, **fields
 ) -> tuple[dict, dict] | None:
@@ -82,13 +90,14 @@ def find_pair(
     `second_fields` are values of the second that differ.
     """
     matching = find_evaluations(others, **fields | (second_fields or {}))
-    by_windows = {_windows(other): other for other in matching}
-    shared = [record for record in records if _windows(record) in by_windows]
+    by_windows = {windows_of(other): other for other in matching}
+    shared = [record for record in records if windows_of(record) in by_windows]
     record = find_evaluation(shared, **fields)
     if record is None:
         return None
-    return record, by_windows[_windows(record)]
+    return record, by_windows[windows_of(record)]
 
 
-def _windows(record: dict) -> tuple:
+def windows_of(record: dict) -> tuple:
+    """Returns what identifies the windows of an evaluation."""
     return tuple(record.get(field) for field in SAME_WINDOWS)
