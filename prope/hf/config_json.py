@@ -147,5 +147,6 @@ def read_json(path: epath.Path) -> dict:
     """Reads the object in a JSON file; raises UsageError where there is none."""
     values = files.read_json(path, "download it again")
     if not isinstance(values, dict):
-        raise UsageError(f"{path}: is missing, or holds no JSON object; download it again")
+        problem = f"{path}: is missing, or holds no JSON object"
+        raise UsageError(f"{problem}; give the folder of a checkpoint, or download it again")
     return values

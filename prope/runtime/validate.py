@@ -187,7 +187,8 @@ def _check_source(source: dict, prefix: str) -> None:
         unused = ("data_dir", "template")
     else:
         unused = ()
-        problem = f"{prefix}dataset={dataset} needs the folder that holds it, or a store"
+        problem = f"{prefix}dataset={dataset} needs the folder that holds it, or a store; "
+        problem += "a folder of text is dataset=files with data_dir=FOLDER"
         require("data_dir", bool(source["data_dir"] or source["store"]), problem)
     if dataset != "files":
         unused += ("separator",)

@@ -19,7 +19,7 @@ from prope.html.page import number
 from prope.inference.statistics import average_seeds
 from prope.sweep.maps import maps
 from prope.sweep.recovery import WITHIN, Recovery, list_evaluations
-from prope.sweep.runs import SEED, P, Run, group_name, groups, shown_fields
+from prope.sweep.runs import SEED, P, Run, group_name, groups, have_same_seeds, shown_fields
 from prope.workdir.records import find_evaluation, find_evaluations
 
 Curve = dict[float, float]
@@ -31,6 +31,7 @@ LOSS = "loss (nats per token)"
 VALIDATION = f"validation {LOSS}"
 DIFFERENCE = "difference (nats per token)"
 POSITION = "position (tokens)"
+_DIFFERENT_SEEDS = "\nmeans over different seeds: not comparable"
 _MEANS = (
     "Means over seeds; bands, where there are several, are their standard errors. Where there is "
     "a RoPE, on the right the difference from it, seed by seed: what is hard for all drops out."
@@ -271,7 +272,8 @@ def curves_picture(plot: Plot, by_group: Curves, rope_of: dict) -> Picture | Non
     differences = average_curves(minus_rope(by_group, rope_of))
     if not means:
         return None
-    shown = {plot.title: means}
+    are_equal = len(set(map(frozenset, by_group.values()))) == 1
+    shown = {plot.title if are_equal else f"{plot.title}{_DIFFERENT_SEEDS}": means}
     if differences:
         shown["minus that of RoPE"] = differences
 
@@ -282,7 +284,7 @@ def curves_picture(plot: Plot, by_group: Curves, rope_of: dict) -> Picture | Non
             for group, points in lines.items():
                 line(axes, points, style[group], group)
             x = f"{plot.x}, log scale" if plot.log else plot.x
-            y = plot.y if title == plot.title else "difference"
+            y = plot.y if lines is means else "difference"
             axes.set(xlabel=x, ylabel=y, title=title)
             axes.locator_params(axis="x", integer=True)
             if plot.log:
@@ -309,7 +311,8 @@ def perplexity_picture(rows: list[dict]) -> Picture | None:
         return None
     perplexities, differences = read_means(rows, by_p)
     title = "Validation perplexity by p" if by_p else "Validation perplexity"
-    shown = {title: perplexities}
+    are_equal = have_same_seeds(rows)
+    shown = {title if are_equal else f"{title}{_DIFFERENT_SEEDS}": perplexities}
     if differences:
         shown["loss minus that of RoPE"] = differences
 
@@ -318,7 +321,8 @@ def perplexity_picture(rows: list[dict]) -> Picture | None:
         row = panels(figure, len(shown), sharex=True)[0]
         for axes, (name, means) in zip(row, shown.items(), strict=True):
             is_difference = means is differences
-            _draw_points(axes, means, style, joined=by_p and not is_difference)
+            joined = by_p and are_equal and not is_difference
+            _draw_points(axes, means, style, joined)
             axes.set(ylabel=DIFFERENCE if is_difference else "validation perplexity", title=name)
             axes.tick_params(axis="x", labelrotation=0 if by_p else 90)
             if is_difference:

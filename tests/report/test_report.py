@@ -714,6 +714,18 @@ def test_means_over_different_seeds_have_no_best(sweep, lose, p, undrawn, caplog
     assert "seeds" in text and "[0, 1]" in text and "[0] " in text
 
 
+@pytest.mark.parametrize("name", ["loss", "perplexity"])
+def test_a_picture_of_means_over_different_seeds_says_so(sweep, name):
+    for is_lost in (False, True):
+        if is_lost:
+            shutil.rmtree(run_folder(sweep, 0.25, 1))
+        drawn = {picture.name: picture for picture in pictures.pictures(*read_rows(sweep))}
+        means, *_ = draw_picture(drawn[name]).axes
+        assert ("different seeds" in means.get_title()) == is_lost
+        joined = any(line.get_linestyle() == "-" for line in means.lines)
+        assert name == "loss" or joined != is_lost
+
+
 def test_groups_of_which_all_runs_failed_leave_a_best_among_the_others(sweep, undrawn):
     for seed in SEEDS:
         lose_evaluation(run_folder(sweep, 0.25, seed))

@@ -43,6 +43,8 @@ def find_source(data: ConfigDict) -> Source:
         is_local_text = data.dataset == "files" and not is_url(folder)
         hint = "" if is_local_text else download_hint(data.dataset, folder)
         problem = f"there is no such folder{hint}"
+        if folder.is_file():
+            problem = f"is a file; give the folder that holds it, {folder.parent}"
         raise usage_error("config.data.data_dir", data.data_dir, problem) from None
 
 
