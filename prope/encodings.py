@@ -313,29 +313,25 @@ def _frequencies(
     model, p: float, wavelength: float, is_local: bool, seq_len: int | None
 ) -> np.ndarray:
     """Returns the frequencies of a layer with this p and wavelength, with or without a window."""
-    factor = model.rope_scaling_factor
-    length = model.original_seq_len
-    scaling = model.rope_scaling_type
-    if is_local:
-        scaling = "none"
+    scaling = "none" if is_local else model.rope_scaling_type
+    scaled_by = [model[name] for name in SCALINGS[scaling]]
     H = head_dim(model, is_local)
     # The denominator of the exponent.
     lanes = int(p * H) if model.rope_type == "partial" else H
     if scaling == "ntk":
-        wavelength = ntk_wavelength(lanes, wavelength, factor)
+        wavelength = ntk_wavelength(lanes, wavelength, *scaled_by)
     elif scaling == "dynamic":
-        wavelength = dynamic_wavelength(lanes, wavelength, factor, length, seq_len or length)
+        evaluated = seq_len or model.original_seq_len
+        wavelength = dynamic_wavelength(lanes, wavelength, *scaled_by, evaluated)
     function, fields = TYPES[model.rope_type]
     values = model.to_dict() | {"max_wavelength": wavelength, "rope_percentage": p}
     freqs = function(H, *(values[name] for name in fields))
     if scaling == "linear":
-        return freqs / factor
+        return freqs / model.rope_scaling_factor
     if scaling == "yarn":
-        betas = (model.beta_fast, model.beta_slow)
-        return yarn_frequencies(freqs, lanes, wavelength, factor, length, *betas)
+        return yarn_frequencies(freqs, lanes, wavelength, *scaled_by)
     if scaling == "llama3":
-        ramp = (model.low_freq_factor, model.high_freq_factor)
-        return llama3_frequencies(freqs, factor, length, *ramp)
+        return llama3_frequencies(freqs, *scaled_by)
     return freqs
 
 

@@ -70,14 +70,14 @@ def to_hf(config: ConfigDict, dtype: str) -> dict:
         "rope_theta": rope.get("rope_theta", model.max_wavelength),
         "dtype": dtype,
     }
-    written = list(rope.values()) if family.rotates_by_kind else [rope]
+    rope_of_kind = rope if family.rotates_by_kind else {FULL: rope}
     # Those that are scaled have no share.
-    shares = [each.get("partial_rotary_factor", 0) for each in written]
+    shares = [each.get("partial_rotary_factor", 0) for each in rope_of_kind.values()]
     has_unrotated = num_rotated_pairs(model.head_dim, min(shares)) < model.head_dim // 2
     if has_unrotated and model_type != "gemma4_text":  # which transformers 4 does not have
         # It does not know rope_parameters and would rotate every pair; this field it reads, or
         # stops at it.
-        values["rope_scaling"] = rope[FULL] if family.rotates_by_kind else rope
+        values["rope_scaling"] = rope_of_kind[FULL]
     if model.rope_scaling_type == "dynamic":
         # The length that transformers scales by.
         values["max_position_embeddings"] = model.original_seq_len

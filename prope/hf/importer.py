@@ -14,7 +14,7 @@ from prope.errors import UsageError, log, usage_error
 from prope.hf import config_json, deepmind
 from prope.hf.families import FAMILIES
 from prope.hf.hub import find_checkpoint
-from prope.hf.layout import EMBEDDING, HEAD, Tensor, list_tensors, unused_tensors
+from prope.hf.layout import EMBEDDING, HEAD, Tensor, drop_unused, list_tensors
 from prope.hf.tensors import Stored, check_found, open_tensors
 from prope.hf.tokenizers import copy_into_run, find_tokenizer, read_stop_ids
 from prope.runtime.files import as_path, check_new, local_copy, new_directory
@@ -83,8 +83,8 @@ def _import(
         config, values = config_json.from_hf(local / "config.json")
         family = FAMILIES[values["model_type"]]
         stored = open_tensors(local)
-        for name in unused_tensors(config.model):
-            stored.pop(name, None)
+        pattern = "model.layers.{}.self_attn.{}.weight"
+        drop_unused(stored, config.model, pattern, "k_proj v_proj k_norm")
         check_tensors(local, stored, list_tensors(config.model, family))
         config.model.tied = is_tied(config.model.tied, stored)
         expected = list_tensors(config.model, family)

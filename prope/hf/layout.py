@@ -5,6 +5,7 @@ Axes: those of `prope.stack.parameters`.
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -97,14 +98,14 @@ def _full_name(name: str, path: str) -> str:
     return f"{prefix}{name}{suffix}"
 
 
-def unused_tensors(model: ConfigDict) -> set[str]:
-    """Names tensors that files hold and nothing reads: of layers that share keys and values."""
-    names = ("k_proj", "v_proj", "k_norm")
-    return {
-        f"model.layers.{number}.self_attn.{name}.weight"
-        for number in range(first_sharing_layer(model), model.num_layers)
-        for name in names
-    }
+def drop_unused(tensors: dict[str, Any], model: ConfigDict, pattern: str, names: str) -> None:
+    """Drops what files hold and nothing reads: keys and values of layers that share others'.
+
+    `pattern` is that of their names, for the number of a layer and one of `names`.
+    """
+    for number in range(first_sharing_layer(model), model.num_layers):
+        for name in names.split():
+            tensors.pop(pattern.format(number, name), None)
 
 
 def unread_parameters(model: ConfigDict, family: Family) -> list[str]:

@@ -19,23 +19,17 @@ from prope.hf.families import FULL, SLIDING, Family, positive, read_kinds, rotat
 from prope.rope import frequencies, num_rotated_pairs
 from prope.stack.layers import head_dim, layer_windows
 
-
-def _hf_fields(scaling: str) -> dict[str, str]:
-    """Maps a scaling's fields of rope_parameters to those of config.model."""
-    names = {
-        "rope_scaling_factor": "factor",
-        "original_seq_len": "original_max_position_embeddings",
-    }
-    return {names.get(field, field): field for field in SCALINGS[scaling]}
-
-
+# By field of config.model: that of rope_parameters, where it has another name.
+_HF_NAMES = {
+    "rope_scaling_factor": "factor",
+    "original_seq_len": "original_max_position_embeddings",
+}
 # By rope_type of transformers, for those that scale every pair: its fields, and config.model's.
 _SCALINGS = {
-    "linear": _hf_fields("linear"),
-    "yarn": _hf_fields("yarn"),
-    "llama3": _hf_fields("llama3"),
-    "dynamic": _hf_fields("linear"),  # its length is max_position_embeddings
+    kind: {_HF_NAMES.get(field, field): field for field in SCALINGS[kind]}
+    for kind in ("linear", "yarn", "llama3")
 }
+_SCALINGS["dynamic"] = _SCALINGS["linear"]  # its length is max_position_embeddings
 
 _PLAIN = ("default", "proportional")
 # Where a file has no original_max_position_embeddings, it is max_position_embeddings.
@@ -226,18 +220,17 @@ def _is_plain(rope: dict) -> bool:
 def _check_known(rope: dict) -> None:
     """Raises UsageError for a rope_type that is not known, or with numbers missing or unknown."""
     kind = rope["rope_type"]
-    is_scaled = isinstance(kind, str) and kind in _SCALINGS
-    fields = _SCALINGS[kind] if is_scaled else {}
+    fields = _SCALINGS.get(str(kind), {})
     known = {"rope_type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor"}
     missing = [name for name in fields if type(rope.get(name)) not in (int, float)]
     unknown = sorted(rope.keys() - known - fields.keys())
     problems = []
-    if not (is_scaled or _is_plain(rope)):
+    if not (fields or _is_plain(rope)):
         kinds = f"default, proportional with factor 1, {', '.join(_SCALINGS)}"
         problems.append(f"only rope_type {kinds} can be imported")
     if missing:
         problems.append(f"{kind} needs the numbers {', '.join(missing)}")
-    if unknown and (is_scaled or kind in _PLAIN):
+    if unknown and (fields or kind in _PLAIN):
         problems.append(f"unknown with {kind}: {', '.join(unknown)}")
     if kind == "yarn" and rope.get("attention_factor") not in (None, 1):
         problems.append("attention_factor must be absent or 1 with yarn")

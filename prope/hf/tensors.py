@@ -157,13 +157,6 @@ def check_found(
     remedy: str,
 ) -> None:
     """Raises UsageError where the shapes and dtypes that were found are not those of a model."""
-    problems = []
-    for what, names in (
-        ("missing", shapes.keys() - found.keys()),
-        ("unknown", found.keys() - shapes.keys()),
-    ):
-        if names:
-            problems.append(f"{what} tensors: {some(names)}")
     differing = []
     for name in found.keys() & shapes.keys():
         shape, dtype = found[name]
@@ -171,10 +164,14 @@ def check_found(
             differing.append(f"{name} has shape {shape}, not {shapes[name]}")
         if dtype not in dtypes:
             differing.append(f"{name} has dtype {dtype}, not one of {' '.join(dtypes)}")
-    if differing:
-        problems.append(some(differing))
-    if problems:
-        raise usage_error("--input", source, "; ".join(problems), remedy)
+    problems = {
+        "missing tensors: ": shapes.keys() - found.keys(),
+        "unknown tensors: ": found.keys() - shapes.keys(),
+        "": differing,
+    }
+    if any(problems.values()):
+        texts = (f"{what}{some(names)}" for what, names in problems.items() if names)
+        raise usage_error("--input", source, "; ".join(texts), remedy)
 
 
 def some(names: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ Axes: B prompts, T length, C candidates, A tokens of an answer, R trials.
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -64,9 +65,10 @@ def guess(text: str, candidates: list[str]) -> dict[str, float]:
 
 def best_guess(trials: list[Trial]) -> dict:
     """Finds the rule that is right most often; returns `guess`, its share, and `guess_rule`."""
-    shares = {}
-    for rule in trials[0].guesses:
-        shares[rule] = float(np.mean([trial.guesses[rule] for trial in trials]))
+    shares = {
+        rule: float(np.mean([trial.guesses[rule] for trial in trials]))
+        for rule in trials[0].guesses
+    }
     rule = max(shares, key=shares.get)
     return {"guess": shares[rule], "guess_rule": rule}
 
@@ -97,17 +99,9 @@ def encode(tokenizer: Tokenizer, task: str, prompt: Prompt) -> Trial:
     kind_of.pop(prompt.answer, None)
     wanted = min(len(kind_of), _FOILS)
     right = encode_answer(prompt.answer)
-    foils = []
-    kinds = []
-    shown = [prompt.answer]
-    for text, kind in kind_of.items():
-        if len(foils) == wanted:
-            break
-        foil = encode_answer(text)
-        if len(foil) == len(right):
-            foils.append(foil)
-            kinds.append(kind)
-            shown.append(text)
+    encoded = ((text, encode_answer(text)) for text in kind_of)
+    fitting = ((text, foil) for text, foil in encoded if len(foil) == len(right))
+    foils = dict(itertools.islice(fitting, wanted))
     if len(foils) < wanted:
         raise usage_error(
             "--tasks",
@@ -118,8 +112,9 @@ def encode(tokenizer: Tokenizer, task: str, prompt: Prompt) -> Trial:
     before = prompt.text[: prompt.source]
     distance = len(tokens) - len(tokenizer.encode(before.encode()))
     tokens = np.append(np.int32(tokenizer.special.start), tokens)
-    candidates = np.stack([right, *foils])
-    guesses = guess(prompt.text, shown)
+    candidates = np.stack([right, *foils.values()])
+    kinds = [kind_of[text] for text in foils]
+    guesses = guess(prompt.text, [prompt.answer, *foils])
     return Trial(tokens, candidates, kinds, distance, guesses)
 
 
