@@ -7,6 +7,7 @@ in tokens.
 A cutoff and a hard clip are p-RoPE with another rule for p; the others are not.
 """
 
+import functools
 import math
 import re
 from typing import NamedTuple
@@ -37,9 +38,9 @@ def reversed_frequencies(
     head_dim: int, max_wavelength: float, rope_percentage: float
 ) -> np.ndarray:
     """Rotates as many pairs as p-RoPE, but the slowest (Barbero et al., Table 2: 0.75-reversed)."""
-    pairs = np.arange(head_dim // 2)
-    dropped = head_dim // 2 - num_rotated_pairs(head_dim, rope_percentage)
-    return np.where(pairs < dropped, 0.0, frequencies(head_dim, max_wavelength))
+    freqs = frequencies(head_dim, max_wavelength)
+    freqs[: len(freqs) - num_rotated_pairs(head_dim, rope_percentage)] = 0.0
+    return freqs
 
 
 def cutoff_frequencies(
@@ -60,8 +61,8 @@ def cutoff_frequencies(
 def hard_clip_frequencies(head_dim: int, max_wavelength: float, clip_low_n: int) -> np.ndarray:
     """Returns RoPE without its slowest n pairs (CoPE's HardClip, 2602.05258)."""
     freqs = frequencies(head_dim, max_wavelength)
-    pairs = np.arange(len(freqs))
-    return np.where(pairs < len(freqs) - clip_low_n, freqs, 0.0)
+    freqs[max(len(freqs) - clip_low_n, 0) :] = 0.0
+    return freqs
 
 
 def clipped_frequencies(head_dim: int, max_wavelength: float, clip_low_n: int) -> np.ndarray:
@@ -255,9 +256,9 @@ def layer_frequencies(model, seq_len: int | None = None) -> list[np.ndarray]:
       ValueError: a field does not fit the type; the text names it.
     """
     is_local = [window is not None for window in layer_windows(model)]
-    layers = list(zip(layer_percentages(model), layer_wavelengths(model), is_local, strict=True))
-    by_kind = {kind: _frequencies(model, *kind, seq_len) for kind in set(layers)}
-    by_layer = [by_kind[kind] for kind in layers]
+    compute = functools.cache(functools.partial(_frequencies, model, seq_len))
+    layers = zip(layer_percentages(model), layer_wavelengths(model), is_local, strict=True)
+    by_layer = [compute(*layer) for layer in layers]
     divisors = {"stop": math.inf, "interpolate": model.rope_scaling_factor}
     if model.rope_scaling_type not in divisors:
         return by_layer
@@ -310,7 +311,7 @@ def rotation_tables(model, positions: jax.Array, seq_len: int) -> Tables:
 
 
 def _frequencies(
-    model, p: float, wavelength: float, is_local: bool, seq_len: int | None
+    model, seq_len: int | None, p: float, wavelength: float, is_local: bool
 ) -> np.ndarray:
     """Returns the frequencies of a layer with this p and wavelength, with or without a window."""
     scaling = "none" if is_local else model.rope_scaling_type
@@ -358,8 +359,7 @@ def parse_band(model, text: str) -> Band:
     numbers = select_layers(model, place if "@" in text else None)
     if len(numbers) == model.num_layers:
         place = ""
-    all_layers = layers(model)
-    num_pairs = max(all_layers[number].head_dim for number in numbers) // 2
+    num_pairs = max(layers(model)[number].head_dim for number in numbers) // 2
     interval = re.fullmatch(r"(\d+)(?:-(\d+))?", pairs)
     first = int(interval[1]) if interval else 0
     last = int(interval[2] or first) if interval else -1

@@ -30,11 +30,6 @@ from prope.runtime import files
 from prope.runtime.validate import validate
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id")
-_TEXT_PARTS = {  # model_type: that of its text_config
-    "gemma3": "gemma3_text",
-    "gemma4": "gemma4_text",
-    "gemma4_unified": "gemma4_unified_text",
-}
 
 
 def to_hf(config: ConfigDict, dtype: str) -> dict:
@@ -131,8 +126,8 @@ def from_hf(path: epath.Path) -> tuple[ConfigDict, dict]:
 
 def _text_part(path: epath.Path, values: dict) -> dict:
     """Returns the fields of the text, in a file of a model that reads images too."""
-    text_type = _TEXT_PARTS.get(str(values.get("model_type")))
-    if text_type is None:
+    text_type = f"{values.get('model_type')}_text"  # such as gemma3_text
+    if text_type not in FAMILIES:
         return values
     text = values.get("text_config")
     if not isinstance(text, dict) or text.get("model_type", text_type) != text_type:

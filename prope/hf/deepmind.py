@@ -134,8 +134,7 @@ def _name_leaves(folder: epath.Path) -> dict[str, Leaf]:
         raise usage_error("--input", folder, problem, "copy the checkpoint again")
     named = {}
     for path, array in jax.tree_util.tree_leaves_with_path(metadata.tree):
-        full_name = jax.tree_util.keystr(path, simple=True, separator="/")
-        name = _PREFIXES.sub("", full_name)
+        name = _PREFIXES.sub("", jax.tree_util.keystr(path, simple=True, separator="/"))
         # "_query_norm" in Gemma 3; "mlp/linear/w" where keys are flat.
         name = re.sub(r"(mlp/\w+)/w$", r"\1", name.replace("/_", "/"))
         if not _NOT_TEXT.match(name):

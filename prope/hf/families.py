@@ -327,8 +327,7 @@ def read_layers(family: Family, values: dict) -> dict:
     window = _integer(values, "sliding_window", 1)
     # Qwen's classes have no window then, and stop. SmolLM3's mask has the kinds of layer_types.
     if family.reads("max_window_layers") and not values["use_sliding_window"]:
-        problem = "must be true: some layers are sliding_attention"
-        raise wrong(values, "use_sliding_window", problem)
+        raise wrong(values, "use_sliding_window", "must be true: some layers are sliding_attention")
     patterns = (kinds[: number + 1] for number in range(len(kinds)))
     pattern = next(one for one in patterns if repeat_pattern(one, len(kinds)) == kinds)
     return {"layer_types": tuple(pattern), "sliding_window": window}

@@ -159,8 +159,7 @@ def check_tensors(source: epath.Path, stored: dict[str, Stored], expected: list[
 
 def read_params(config: ConfigDict, stored: dict[str, Stored], expected: list[Tensor]) -> dict:
     """Reads the parameters as float32, one tensor at a time into arrays for all."""
-    shapes = parameters.shapes(config.model)
-    params = jax.tree.map(lambda leaf: _aligned(leaf.shape), shapes)
+    params = jax.tree.map(lambda leaf: _aligned(leaf.shape), parameters.shapes(config.model))
     for tensor in expected:
         parameter = functools.reduce(operator.getitem, tensor.path, params)
         _copy(stored[tensor.name], tensor, parameter)

@@ -170,15 +170,12 @@ def _ropes_by_kind(family: Family, values: dict) -> dict[str, dict]:
     defaults = family.defaults.get("rope_parameters", {})
     written = values.get("rope_parameters") or defaults
     if written and not (isinstance(written, dict) and written.keys() <= {FULL, SLIDING}):
-        problem = f"must be an object with {FULL} and {SLIDING}"
-        raise wrong(values, "rope_parameters", problem)
-    names = ("rope_theta", "rope_scaling", "partial_rotary_factor", "max_position_embeddings")
-    full = {name: values.get(name) for name in names}
+        raise wrong(values, "rope_parameters", f"must be an object with {FULL} and {SLIDING}")
     name = "rope_local_base_freq"
     local_theta = positive(values, name) if family.reads(name) else None
-    local = full | {"rope_theta": local_theta, "rope_scaling": None}
+    local = values | {"rope_theta": local_theta, "rope_scaling": None}
     return {
-        FULL: _rope_parameters(full | {"rope_parameters": written.get(FULL)}),
+        FULL: _rope_parameters(values | {"rope_parameters": written.get(FULL)}),
         SLIDING: _rope_parameters(local | {"rope_parameters": written.get(SLIDING)}),
     }
 
@@ -190,7 +187,7 @@ def _rope_parameters(values: dict) -> dict:
     share = values.get("partial_rotary_factor")
     absent = {
         "rope_type": "default",
-        "rope_theta": values["rope_theta"],
+        "rope_theta": values.get("rope_theta"),
         "partial_rotary_factor": 1 if share is None else share,
     }
     length = {"original_max_position_embeddings": values["max_position_embeddings"]}

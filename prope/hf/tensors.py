@@ -142,8 +142,7 @@ def _write_file(
     values = {}
     for tensor in tensors:
         watchdog.alive(f"the tensors before {tensor.name}")
-        parameter = read(tensor.path, tensor.layer)
-        values[tensor.name] = tensor.read(parameter, jnp.dtype(dtype))
+        values[tensor.name] = tensor.read(read(tensor.path, tensor.layer), jnp.dtype(dtype))
     save_file(values, path, {"format": "pt"})  # transformers requires this entry
     # For all whom the umask lets read the folder; the library makes it the owner's alone.
     os.chmod(path, os.stat(path.parent).st_mode & 0o666)

@@ -117,8 +117,7 @@ def fill_cache(
     def read(carry, first):
         last, cache = carry
         tokens = jax.lax.dynamic_slice_in_dim(prompts, first, size, axis=1)
-        start = jnp.full(B, first)
-        hidden, cache = model.decode(config, params, tokens, cache, start, lengths)
+        hidden, cache = model.decode(config, params, tokens, cache, jnp.full(B, first), lengths)
         place = (lengths - 1 - first)[:, None, None]
         is_here = (place >= 0) & (place < size)
         last_here = jnp.take_along_axis(hidden, place, axis=1, mode="clip")
@@ -218,8 +217,7 @@ def sample_tokens(sampling: Sampling, logits: Logits, keys: jax.Array, positions
         return jnp.argmax(logits, -1).astype(jnp.int32)
     keys = jax.vmap(jax.random.fold_in)(keys, positions)
     logits = filter_logits(sampling, logits)
-    tokens = jax.vmap(jax.random.categorical)(keys, logits)
-    return tokens.astype(jnp.int32)
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
 def filter_logits(sampling: Sampling, logits: Logits) -> Logits:
@@ -230,8 +228,7 @@ def filter_logits(sampling: Sampling, logits: Logits) -> Logits:
     if sampling.top_k is None and sampling.top_p == 1:
         return logits
     V = logits.shape[-1]
-    k = min(sampling.top_k or V, V)
-    best, ids = jax.lax.top_k(logits, k)
+    best, ids = jax.lax.top_k(logits, min(sampling.top_k or V, V))
     if sampling.top_p < 1:
         probs = jax.nn.softmax(best, axis=-1)
         likelier = jnp.cumsum(probs, axis=-1) - probs  # probability of all likelier tokens

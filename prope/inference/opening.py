@@ -248,14 +248,12 @@ def _cache_key(run: Run, encoding: str | None, evaluation) -> dict:
         "fingerprint": evaluation.selection.fingerprint,
         "windows": len(evaluation.selection.indices),
     }
+    model = evaluation.config.model
     if encoding:
-        model = evaluation.config.model
-        key["encoding"] = encoding
-        key["factor"] = model.rope_scaling_factor
-        key["logit_factor"] = logit_factor(model)
-    if evaluation.config.model.test_window is not None:
-        key["window"] = evaluation.config.model.test_window
-        key["sinks"] = evaluation.config.model.test_sinks
+        factors = {"factor": model.rope_scaling_factor, "logit_factor": logit_factor(model)}
+        key |= {"encoding": encoding} | factors
+    if model.test_window is not None:
+        key |= {"window": model.test_window, "sinks": model.test_sinks}
     ours, theirs = flat(evaluation.config), flat(run.config)
     changed = {name: ours[name] for name in _CHANGED_BY_FLAGS if ours[name] != theirs[name]}
     if changed:

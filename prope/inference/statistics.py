@@ -87,7 +87,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def mean_and_stderr(
     loss: np.ndarray,
     tokens: np.ndarray,
-    source: np.ndarray | int = 0,
+    source: np.ndarray | None = None,
     shares: Sequence[float] = (1.0,),
 ) -> tuple[float, float | None]:
     """Computes the loss per token and its standard error from sums by document.
@@ -104,9 +104,11 @@ def mean_and_stderr(
       loss: [C] nats, summed over the tokens of a document.
       tokens: [C] numbers of tokens. Documents without tokens do not count; with fewer than two, the
         error is None.
-      source: [C] indices into `shares`, or one for all documents.
+      source: [C] indices into `shares`, by default one source.
       shares: [S] of the predicted tokens.
     """
+    if source is None:
+        source = np.zeros(len(tokens), int)
     weights = []
     means = []
     errors = []
@@ -133,15 +135,14 @@ def _mean_of_source(loss, tokens) -> tuple[float, float | None]:
         return mean, None
     left_out = (loss.sum() - loss) / (tokens.sum() - tokens)
     squares = (left_out - left_out.mean()) ** 2
-    variance = (C - 1) / C * squares.sum()
-    return mean, float(np.sqrt(variance))
+    return mean, float(np.sqrt((C - 1) / C * squares.sum()))
 
 
 def over_documents(
     difference: Difference,
     loss: np.ndarray,
     tokens: np.ndarray,
-    source: np.ndarray | int = 0,
+    source: np.ndarray | None = None,
     shares: Sequence[float] = (1.0,),
 ) -> Difference | None:
     """Widens the interval over seeds to one over other seeds and other documents.
@@ -157,12 +158,14 @@ def over_documents(
       loss: [S, C] differences of two methods by seed and document, nats summed over tokens; at
         least two seeds.
       tokens: [C] numbers of tokens.
-      source: [C] indices into `shares`, or one for all documents.
+      source: [C] indices into `shares`, by default one source.
       shares: of the predicted tokens, by source.
 
     Returns:
       The difference over both; None where a source has fewer than two documents.
     """
+    if source is None:
+        source = np.zeros(len(tokens), int)
     _, stderr = mean_and_stderr(loss.mean(axis=0), tokens, source, shares)
     if stderr is None:
         return None
@@ -172,10 +175,11 @@ def over_documents(
     weights = np.array([shares[s] for s in used])
     for s, weight in zip(used, weights / weights.sum(), strict=True):
         rows = (source == s) & (tokens > 0)
-        weight_of = tokens[rows] / tokens[rows].sum()
-        means = loss[:, rows].sum(axis=1) / tokens[rows].sum()
+        total = tokens[rows].sum()
+        weight_of = tokens[rows] / total
+        means = loss[:, rows].sum(axis=1) / total
         # What a document adds to the mean of each seed; then without what seeds and documents add.
-        added = loss[:, rows] / tokens[rows].sum() - np.outer(means, weight_of)
+        added = loss[:, rows] / total - np.outer(means, weight_of)
         left = added - added.mean(axis=0)
         S, C = left.shape
         of_both += weight**2 * (left**2).sum() / (S * (S - 1)) * C / (C - 1)

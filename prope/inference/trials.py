@@ -53,13 +53,11 @@ def guess(text: str, candidates: list[str]) -> dict[str, float]:
     present = [candidate for candidate in candidates if candidate in text]
     if not present:
         return dict.fromkeys(("chance", "uniform", "first", "last"), chance)
-    first = min(present, key=text.find)
-    last = max(present, key=text.rfind)
     return {
         "chance": chance,
         "uniform": (right in present) / len(present),
-        "first": float(first == right),
-        "last": float(last == right),
+        "first": float(min(present, key=text.find) == right),
+        "last": float(max(present, key=text.rfind) == right),
     }
 
 
@@ -84,12 +82,8 @@ def encode(tokenizer: Tokenizer, task: str, prompt: Prompt) -> Trial:
         whole = tokenizer.encode((prompt.text + text).encode())
         answer = whole[len(tokens) :]
         if not len(answer) or not np.array_equal(whole[: len(tokens)], tokens):
-            raise usage_error(
-                "--tasks",
-                task,
-                f"the tokenizer joins the prompt's end, {prompt.text[-20:]!r}, and {text!r}",
-                _REMEDY,
-            )
+            problem = f"the tokenizer joins the prompt's end, {prompt.text[-20:]!r}, and {text!r}"
+            raise usage_error("--tasks", task, problem, _REMEDY)
         return answer
 
     kind_of = {}
@@ -109,13 +103,11 @@ def encode(tokenizer: Tokenizer, task: str, prompt: Prompt) -> Trial:
             f"{len(foils)} of {wanted} wrong answers have as many tokens as {prompt.answer!r}",
             _REMEDY,
         )
-    before = prompt.text[: prompt.source]
-    distance = len(tokens) - len(tokenizer.encode(before.encode()))
+    distance = len(tokens) - len(tokenizer.encode(prompt.text[: prompt.source].encode()))
     tokens = np.append(np.int32(tokenizer.special.start), tokens)
     candidates = np.stack([right, *foils.values()])
     kinds = [kind_of[text] for text in foils]
-    guesses = guess(prompt.text, [prompt.answer, *foils])
-    return Trial(tokens, candidates, kinds, distance, guesses)
+    return Trial(tokens, candidates, kinds, distance, guess(prompt.text, [prompt.answer, *foils]))
 
 
 @functools.cache
@@ -146,8 +138,7 @@ def _make_score(config: FrozenConfigDict, num_ids: int, mesh: Mesh):
         logprobs, exact = jax.lax.map(score_candidate, candidates)
         return {"logprobs": logprobs.T, "exact": exact[0]}
 
-    replicated = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(score, out_shardings=replicated)
+    return jax.jit(score, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def score_trials(
@@ -171,9 +162,8 @@ def score_trials(
         }
         for i, row in enumerate(rows):
             tokens, candidates, *_ = trials[min(row, R - 1)]
-            length = len(tokens)
-            batch["lengths"][i] = length
-            batch["tokens"][i, :length] = tokens
+            batch["lengths"][i] = len(tokens)
+            batch["tokens"][i, : len(tokens)] = tokens
             size = candidates.shape[1]
             batch["candidates"][i, :, :size] = candidates
             batch["answer_lengths"][i] = size
