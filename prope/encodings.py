@@ -288,7 +288,7 @@ def rotation_tables(model, positions: jax.Array, seq_len: int) -> Tables:
     removed_by_layer = [np.zeros(len(freqs), bool) for freqs in freqs_by_layer]
     if model.rope_scaling_type == "remove":
         removed_by_layer = in_band(model)
-    by_kind: dict[str, list] = {kind: [] for kind in layer_kinds(model)}
+    by_kind = {kind: [] for kind in layer_kinds(model)}
     indices = []
     for kind, *arrays in zip(layer_kinds(model), freqs_by_layer, removed_by_layer, strict=True):
         encoding = tuple(map(tuple, arrays))
@@ -395,7 +395,7 @@ def rotated_pairs(model) -> int | list[int]:
 
 def rotated_share(model) -> str:
     """Says how many pairs rotate: "24 of 32"; "8 or 32 of 32" where layers differ."""
-    counts: dict[int, set] = {}
+    counts = {}
     for freqs in layer_frequencies(model):
         counts.setdefault(len(freqs), set()).add(int(np.count_nonzero(freqs)))
     parts = [f"{' or '.join(map(str, sorted(counts[P])))} of {P}" for P in sorted(counts)]

@@ -110,7 +110,7 @@ def drop_unused(tensors: dict[str, Any], model: ConfigDict, pattern: str, names:
 
 def unread_parameters(model: ConfigDict, family: Family) -> list[str]:
     """Lists the parameters that no tensor of a family's class can hold, or only another's."""
-    taken: set[tuple[str | None, str, bool]] = set()
+    taken = set()
     unread = []
     for path, row in parameters.parameters(model).items():
         is_bias = path.endswith("/b")

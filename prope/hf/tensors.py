@@ -124,7 +124,7 @@ def write_tensors(
 
 def _cut_shards(tensors: list[Tensor], sizes: dict[str, int]) -> list[list[Tensor]]:
     """Cuts a list of tensors so that those of a shard fit into its size."""
-    shards: list[list[Tensor]] = [[]]
+    shards = [[]]
     shard_size = 0
     for tensor in tensors:
         size = sizes[tensor.name]

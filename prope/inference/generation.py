@@ -177,7 +177,7 @@ def empty_cache(config: ConfigDict, batch: int, length: int, at_once: int = _CHU
 
     A layer with a window keeps what `at_once` tokens can see.
     """
-    cache: model.Cache = {}
+    cache = {}
     own = [layer for layer in layers(config) if not layer.shares_kv]
     for kind in dict.fromkeys(layer.kind for layer in own):
         of_kind = [layer for layer in own if layer.kind == kind]

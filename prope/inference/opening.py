@@ -279,47 +279,40 @@ def records(
             cases = [(name, one) for name in encodings for one in open_evaluations(run, name)]
         plan.append((run, cases))
     for run, cases in plan:
-        yield from _records_of_run(run, cases, options, file, fields)
+        folder = results_folder(run.workdir, options.workdir, options.output)
+        files = dict.fromkeys((run.workdir / file, folder / file))  # often the same one
+        params = None  # read when the first record is not there yet
+        for encoding, evaluation in cases:
+            model = evaluation.config.model
+            cache_key = _cache_key(run, encoding, evaluation)
+            record = cache_key | {
+                "split": evaluation.split,
+                "dtype": model.dtype,
+                "rope_percentage": model.rope_percentage,
+                "rotated_pairs": rotated_pairs(model),
+            }
+            run_identity = {"init_hash": run.init_hash, "workdir": str(run.workdir)}
+            where = f"{evaluation.seq_len} tokens a window of {evaluation.dataset}"
+            description = f"step {run.step} of {run.workdir}, {where}"
 
+            def find(files=files, cache_key=cache_key) -> dict | None:
+                known = [record for path in files for record in read_jsonl(path)]
+                return find_evaluation(known, **cache_key)
 
-def _records_of_run(
-    run: Run, cases: list, options: Options, file: str, fields: dict
-) -> Iterator[dict]:
-    """Yields the records of a run, whose parameters are read when the first is not there yet."""
-    folder = results_folder(run.workdir, options.workdir, options.output)
-    files = dict.fromkeys((run.workdir / file, folder / file))  # often the same one
-    params = None
-    for encoding, evaluation in cases:
-        model = evaluation.config.model
-        cache_key = _cache_key(run, encoding, evaluation)
-        record = cache_key | {
-            "split": evaluation.split,
-            "dtype": model.dtype,
-            "rope_percentage": model.rope_percentage,
-            "rotated_pairs": rotated_pairs(model),
-        }
-        run_identity = {"init_hash": run.init_hash, "workdir": str(run.workdir)}
-        where = f"{evaluation.seq_len} tokens a window of {evaluation.dataset}"
-        description = f"step {run.step} of {run.workdir}, {where}"
-
-        def find(cache_key=cache_key) -> dict | None:
-            known = [record for path in files for record in read_jsonl(path)]
-            return find_evaluation(known, **cache_key)
-
-        cached = None if options.again else processes.call_on_first(find)
-        if cached:
-            log.info("%s is in %s", description, file)
-            yield record | cached | run_identity
-            continue
-        log.info("evaluating %s, in %s; %s", description, model.dtype, describe(model))
-        advise_dtype(model.dtype)
-        if params is None:
-            check_folder(folder, options.output)
-            # Without --step, those of the newest undamaged checkpoint.
-            run, params = run.first_undamaged(Run.params)
-            record["step"] = run.step
-        result = evaluation.evaluate(params, sharding.make_mesh(), sums_folder(folder, record))
-        record |= fields | result | run_identity
-        if processes.is_first():
-            append_jsonl(folder / file, record)
-        yield record
+            cached = None if options.again else processes.call_on_first(find)
+            if cached:
+                log.info("%s is in %s", description, file)
+                yield record | cached | run_identity
+                continue
+            log.info("evaluating %s, in %s; %s", description, model.dtype, describe(model))
+            advise_dtype(model.dtype)
+            if params is None:
+                check_folder(folder, options.output)
+                # Without --step, those of the newest undamaged checkpoint.
+                run, params = run.first_undamaged(Run.params)
+                record["step"] = run.step
+            result = evaluation.evaluate(params, sharding.make_mesh(), sums_folder(folder, record))
+            record |= fields | result | run_identity
+            if processes.is_first():
+                append_jsonl(folder / file, record)
+            yield record
