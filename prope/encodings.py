@@ -415,9 +415,8 @@ def logit_factor(model) -> float | None:
     """Returns s of the logit scale, by default rope_scaling_factor; None without a logit scale."""
     if model.logit_scale == "none":
         return None
-    if model.logit_scale_factor is None:
-        return model.rope_scaling_factor
-    return model.logit_scale_factor
+    factor = model.logit_scale_factor
+    return model.rope_scaling_factor if factor is None else factor
 
 
 def logit_scale(model, is_local: bool = False, rotates=True):

@@ -99,7 +99,7 @@ def _import(
     # Trained with <bos> before every text, a model needs it where a document is cut, too: without
     # it Gemma 3 270M loses 1.5 nats a token.
     config.data.bos_every_window = loaded_tokenizer.special.bos is not None
-    num_parameters = sum(math.prod(tensor.shape) for tensor in expected)
+    num_parameters = parameters.count(config.model)
     if values:
         set_training(config, num_parameters)
     with new_directory("workdir", path) as directory:
@@ -183,20 +183,21 @@ def is_tied(tied: bool, stored: dict[str, Stored]) -> bool:
     if HEAD not in stored:
         return tied
     head = stored[HEAD]
-    rows = head.values.get_shape()[0]
-    for start in range(0, rows, _ROWS):
-        some_rows = slice(start, min(start + _ROWS, rows))
-        output = np.asarray(head.values[some_rows], np.float32)
-        embedding = np.asarray(stored[EMBEDDING].values[some_rows], np.float32)
-        if not np.array_equal(output, embedding, equal_nan=True):
-            break
-    else:
-        return True
-    if tied:
+    count = head.values.get_shape()[0]
+
+    def read(name: str, start: int) -> np.ndarray:
+        rows = slice(start, min(start + _ROWS, count))
+        return np.asarray(stored[name].values[rows], np.float32)
+
+    is_same = all(
+        np.array_equal(read(HEAD, start), read(EMBEDDING, start), equal_nan=True)
+        for start in range(0, count, _ROWS)
+    )
+    if tied and not is_same:
         problem = f"{HEAD} differs from {EMBEDDING}, but config.json's tie_word_embeddings is true"
         remedy = "set it to false if the checkpoint has an output matrix of its own"
         raise UsageError(f"{head.file}: {problem}; {remedy}")
-    return False
+    return is_same
 
 
 def _aligned(shape: tuple[int, ...]) -> np.ndarray:

@@ -113,10 +113,8 @@ def unread_parameters(model: ConfigDict, family: Family) -> list[str]:
     taken = set()
     unread = []
     for path, row in parameters.parameters(model).items():
-        is_bias = path.endswith("/b")
-        stack = parameters.stack_of(path)
         names = set(family.names.get(parameters.row_path(path), row.hf_names))
-        tensors = {(stack, name, is_bias) for name in names}
+        tensors = {(parameters.stack_of(path), name, path.endswith("/b")) for name in names}
         if not tensors or tensors & taken or not names <= _READ:
             unread.append(path)
         taken |= tensors

@@ -190,7 +190,6 @@ def _rope_parameters(values: dict) -> dict:
         "rope_theta": values.get("rope_theta"),
         "partial_rotary_factor": 1 if share is None else share,
     }
-    length = {"original_max_position_embeddings": values["max_position_embeddings"]}
     ropes = []
     for rope in written:
         if not isinstance(rope, dict):
@@ -200,7 +199,7 @@ def _rope_parameters(values: dict) -> dict:
         kind = renamed.get("rope_type", "default")
         numbers = {"factor": 1} if kind in _PLAIN else {}
         if kind in _WITH_LENGTH:
-            numbers |= length
+            numbers["original_max_position_embeddings"] = values["max_position_embeddings"]
         if kind == "yarn":
             numbers |= _YARN
         ropes.append(absent | numbers | renamed)

@@ -115,8 +115,14 @@ def write_tensors(
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else WEIGHTS
-        _write_file(folder / file, shard, read, dtype)
-        weight_map |= {tensor.name: file for tensor in shard}
+        values = {}
+        for tensor in shard:
+            watchdog.alive(f"the tensors before {tensor.name}")
+            values[tensor.name] = tensor.read(read(tensor.path, tensor.layer), jnp.dtype(dtype))
+            weight_map[tensor.name] = file
+        save_file(values, folder / file, {"format": "pt"})  # transformers requires this entry
+        # For all whom the umask lets read the folder; the library makes it the owner's alone.
+        os.chmod(folder / file, os.stat(folder).st_mode & 0o666)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -134,18 +140,6 @@ def _cut_shards(tensors: list[Tensor], sizes: dict[str, int]) -> list[list[Tenso
         shards[-1].append(tensor)
         shard_size += size
     return shards
-
-
-def _write_file(
-    path: epath.Path, tensors: list[Tensor], read: Callable[..., np.ndarray], dtype: str
-) -> None:
-    values = {}
-    for tensor in tensors:
-        watchdog.alive(f"the tensors before {tensor.name}")
-        values[tensor.name] = tensor.read(read(tensor.path, tensor.layer), jnp.dtype(dtype))
-    save_file(values, path, {"format": "pt"})  # transformers requires this entry
-    # For all whom the umask lets read the folder; the library makes it the owner's alone.
-    os.chmod(path, os.stat(path.parent).st_mode & 0o666)
 
 
 def check_found(

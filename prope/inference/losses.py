@@ -242,8 +242,8 @@ class DocumentSums:
         # [Q + 1]: the first position of each bucket, and T.
         self._edges = np.append(np.arange(0, T, width), T)
         self._bucket = np.arange(T) // width
-        self._windows: list[np.ndarray] = []  # one [2, documents, Q] a window: losses and tokens
-        self._sources: list[int] = []  # the source of every document
+        self._windows = []  # one [2, documents, Q] a window: losses and tokens
+        self._sources = []  # the source of every document
         self._last = (-1, -1)  # source and index of the previous window
         self._ended = True  # whether its last document ended with it
 

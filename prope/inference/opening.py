@@ -61,8 +61,6 @@ def open_runs(options: Options) -> list[tuple[Run, list[str | None]]]:
                 continue
             with processes.raise_on_all():
                 encodings = choose_encodings(run, options)
-            if options.intervene and encodings:
-                encodings = [None, *encodings]  # as it is, to compare with
             opened.append((run, encodings))
     if not opened:
         which = f", and an encoding that {changed} can change" if changed else ""
@@ -108,7 +106,7 @@ def choose_encodings(run: Run, options: Options) -> list[str | None]:
             encodings.append(encoding)
         else:
             log.info("%s: %s left out, for these pairs do not rotate", run.workdir, encoding)
-    return encodings
+    return [None, *encodings] if encodings else []  # first as it is, to compare with
 
 
 def parse_interventions(text: str, model: ConfigDict) -> list[str]:
@@ -250,8 +248,11 @@ def _cache_key(run: Run, encoding: str | None, evaluation) -> dict:
     }
     model = evaluation.config.model
     if encoding:
-        factors = {"factor": model.rope_scaling_factor, "logit_factor": logit_factor(model)}
-        key |= {"encoding": encoding} | factors
+        key |= {
+            "encoding": encoding,
+            "factor": model.rope_scaling_factor,
+            "logit_factor": logit_factor(model),
+        }
     if model.test_window is not None:
         key |= {"window": model.test_window, "sinks": model.test_sinks}
     ours, theirs = flat(evaluation.config), flat(run.config)
