@@ -244,8 +244,7 @@ class DocumentSums:
         self._bucket = np.arange(T) // width
         self._windows = []  # one [2, documents, Q] a window: losses and tokens
         self._sources = []  # the source of every document
-        self._last = (-1, -1)  # source and index of the previous window
-        self._ended = True  # whether its last document ended with it
+        self._open = None  # source and index of the window in which the last document goes on
 
     def add(self, index: int, source: int, losses, weights, segment_ids, ends_document) -> None:
         """Adds a window, arrays [T].
@@ -260,14 +259,13 @@ class DocumentSums:
         values = (losses.astype(np.float64) * weights, weights)
         sums = np.stack([np.bincount(cell, x, documents * Q) for x in values])
         sums = sums.reshape(2, documents, Q)
-        if self._last == (source, index - 1) and not self._ended:
+        if self._open == (source, index):
             self._windows[-1][:, -1] += sums[:, 0]
             sums = sums[:, 1:]
         if sums.shape[1]:
             self._windows.append(sums)
             self._sources += [source] * sums.shape[1]
-        self._last = (source, index)
-        self._ended = ends_document
+        self._open = None if ends_document else (source, index + 1)
 
     def finish(self, shares) -> paired.Sums:
         """Returns the sums of all windows, of sources with these shares."""
