@@ -110,7 +110,6 @@ def open_arrays(source: epath.Path, model: ConfigDict) -> tuple[dict[str, Stored
                 shape=shape,
                 path=tuple(path.split("/")),
                 layer=row,
-                index=(),
                 order=tuple(range(len(shape))),
                 offset=offset if path.endswith("/scale") else 0.0,
             )

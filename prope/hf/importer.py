@@ -94,11 +94,11 @@ def _import(
     config.model.dtype = dtype or config.model.dtype
     vocab_size = config.model.vocab_size
     tokenizer_name, loaded_tokenizer = find_tokenizer(local, tokenizer, vocab_size, values)
-    eos = loaded_tokenizer.special.eos
-    config.data.stop_ids = read_stop_ids(local, values, vocab_size, eos)
+    special = loaded_tokenizer.special
+    config.data.stop_ids = read_stop_ids(local, values, vocab_size, special.eos)
     # Trained with <bos> before every text, a model needs it where a document is cut, too: without
     # it Gemma 3 270M loses 1.5 nats a token.
-    config.data.bos_every_window = loaded_tokenizer.special.bos is not None
+    config.data.bos_every_window = special.bos is not None
     num_parameters = parameters.count(config.model)
     if values:
         set_training(config, num_parameters)

@@ -38,8 +38,8 @@ class Tensor:
     shape: tuple[int, ...]  # in the file
     path: tuple[str, ...]  # the parameter in the nested dictionary
     layer: int | None  # the layer, if the parameter is stacked
-    index: tuple[int, ...]  # which matrix, if the parameter holds two
     order: tuple[int, ...]  # permutation of the matrix's axes; the file joins some of them
+    index: tuple[int, ...] = ()  # which matrix, if the parameter holds two
     offset: float = 0.0  # the file holds parameter + offset
 
     def read(self, parameter: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -121,15 +121,12 @@ def read_rotation(family: Family, values: dict) -> dict:
     Raises UsageError for a rotation that is not known, or that this decoder does not compute.
     """
     kinds = read_kinds(family, values)
-    if family.rotates_by_kind:
-        by_kind = _ropes_by_kind(family, values)
-    else:
-        by_kind = {FULL: _rope_parameters(values)}
+    by_kind = _ropes_by_kind(family, values)
     main = FULL if FULL in kinds or SLIDING not in by_kind else SLIDING
     model = _read_rope(by_kind[main], values)
     is_scaled = "rope_scaling_type" in model
     rotated = rotated_layers(family, values)
-    if SLIDING in kinds and family.rotates_by_kind:
+    if SLIDING in kinds and SLIDING in by_kind:
         local = _read_rope(by_kind[SLIDING], values)
         is_scaled = "rope_scaling_type" in local
         for name in ("max_wavelength", "rope_percentage"):
@@ -166,9 +163,10 @@ def _read_rope(rope: dict, values: dict) -> dict:
 
 
 def _ropes_by_kind(family: Family, values: dict) -> dict[str, dict]:
-    """Returns the rotations of full and of sliding layers, as Gemma 3 and 4 read them."""
-    defaults = family.defaults.get("rope_parameters", {})
-    written = values.get("rope_parameters") or defaults
+    """Returns the rotation of full layers, and in Gemma 3 and 4 that of sliding ones."""
+    if not family.rotates_by_kind:
+        return {FULL: _rope_parameters(values)}
+    written = values.get("rope_parameters") or family.defaults.get("rope_parameters", {})
     if written and not (isinstance(written, dict) and written.keys() <= {FULL, SLIDING}):
         raise wrong(values, "rope_parameters", f"must be an object with {FULL} and {SLIDING}")
     name = "rope_local_base_freq"
