@@ -38,8 +38,9 @@ def reversed_frequencies(
     head_dim: int, max_wavelength: float, rope_percentage: float
 ) -> np.ndarray:
     """Rotates as many pairs as p-RoPE, but the slowest (Barbero et al., Table 2: 0.75-reversed)."""
+    dropped = head_dim // 2 - num_rotated_pairs(head_dim, rope_percentage)
     freqs = frequencies(head_dim, max_wavelength)
-    freqs[: len(freqs) - num_rotated_pairs(head_dim, rope_percentage)] = 0.0
+    freqs[:dropped] = 0.0
     return freqs
 
 
@@ -359,7 +360,8 @@ def parse_band(model, text: str) -> Band:
     numbers = select_layers(model, place if "@" in text else None)
     if len(numbers) == model.num_layers:
         place = ""
-    num_pairs = max(layers(model)[number].head_dim for number in numbers) // 2
+    all_layers = layers(model)
+    num_pairs = max(all_layers[number].head_dim for number in numbers) // 2
     interval = re.fullmatch(r"(\d+)(?:-(\d+))?", pairs)
     first = int(interval[1]) if interval else 0
     last = int(interval[2] or first) if interval else -1

@@ -175,11 +175,11 @@ def over_documents(
     weights = np.array([shares[s] for s in used])
     for s, weight in zip(used, weights / weights.sum(), strict=True):
         rows = (source == s) & (tokens > 0)
-        total = tokens[rows].sum()
-        weight_of = tokens[rows] / total
-        means = loss[:, rows].sum(axis=1) / total
+        counted = tokens[rows].sum()
+        weight_of = tokens[rows] / counted
+        means = loss[:, rows].sum(axis=1) / counted
         # What a document adds to the mean of each seed; then without what seeds and documents add.
-        added = loss[:, rows] / total - np.outer(means, weight_of)
+        added = loss[:, rows] / counted - np.outer(means, weight_of)
         left = added - added.mean(axis=0)
         S, C = left.shape
         of_both += weight**2 * (left**2).sum() / (S * (S - 1)) * C / (C - 1)
