@@ -7,6 +7,7 @@ in tokens.
 A cutoff and a hard clip are p-RoPE with another rule for p; the others are not.
 """
 
+import functools
 import math
 import re
 from typing import NamedTuple
@@ -37,9 +38,10 @@ def reversed_frequencies(
     head_dim: int, max_wavelength: float, rope_percentage: float
 ) -> np.ndarray:
     """Rotates as many pairs as p-RoPE, but the slowest (Barbero et al., Table 2: 0.75-reversed)."""
-    pairs = np.arange(head_dim // 2)
     dropped = head_dim // 2 - num_rotated_pairs(head_dim, rope_percentage)
-    return np.where(pairs < dropped, 0.0, frequencies(head_dim, max_wavelength))
+    freqs = frequencies(head_dim, max_wavelength)
+    freqs[:dropped] = 0.0
+    return freqs
 
 
 def cutoff_frequencies(
@@ -60,8 +62,8 @@ def cutoff_frequencies(
 def hard_clip_frequencies(head_dim: int, max_wavelength: float, clip_low_n: int) -> np.ndarray:
     """Returns RoPE without its slowest n pairs (CoPE's HardClip, 2602.05258)."""
     freqs = frequencies(head_dim, max_wavelength)
-    pairs = np.arange(len(freqs))
-    return np.where(pairs < len(freqs) - clip_low_n, freqs, 0.0)
+    freqs[max(len(freqs) - clip_low_n, 0) :] = 0.0
+    return freqs
 
 
 def clipped_frequencies(head_dim: int, max_wavelength: float, clip_low_n: int) -> np.ndarray:
@@ -255,9 +257,9 @@ def layer_frequencies(model, seq_len: int | None = None) -> list[np.ndarray]:
       ValueError: a field does not fit the type; the text names it.
     """
     is_local = [window is not None for window in layer_windows(model)]
-    layers = list(zip(layer_percentages(model), layer_wavelengths(model), is_local, strict=True))
-    by_kind = {kind: _frequencies(model, *kind, seq_len) for kind in set(layers)}
-    by_layer = [by_kind[kind] for kind in layers]
+    compute = functools.cache(functools.partial(_frequencies, model, seq_len))
+    layers = zip(layer_percentages(model), layer_wavelengths(model), is_local, strict=True)
+    by_layer = [compute(*layer) for layer in layers]
     divisors = {"stop": math.inf, "interpolate": model.rope_scaling_factor}
     if model.rope_scaling_type not in divisors:
         return by_layer
@@ -287,7 +289,7 @@ def rotation_tables(model, positions: jax.Array, seq_len: int) -> Tables:
     removed_by_layer = [np.zeros(len(freqs), bool) for freqs in freqs_by_layer]
     if model.rope_scaling_type == "remove":
         removed_by_layer = in_band(model)
-    by_kind: dict[str, list] = {kind: [] for kind in layer_kinds(model)}
+    by_kind = {kind: [] for kind in layer_kinds(model)}
     indices = []
     for kind, *arrays in zip(layer_kinds(model), freqs_by_layer, removed_by_layer, strict=True):
         encoding = tuple(map(tuple, arrays))
@@ -310,32 +312,28 @@ def rotation_tables(model, positions: jax.Array, seq_len: int) -> Tables:
 
 
 def _frequencies(
-    model, p: float, wavelength: float, is_local: bool, seq_len: int | None
+    model, seq_len: int | None, p: float, wavelength: float, is_local: bool
 ) -> np.ndarray:
     """Returns the frequencies of a layer with this p and wavelength, with or without a window."""
-    factor = model.rope_scaling_factor
-    length = model.original_seq_len
-    scaling = model.rope_scaling_type
-    if is_local:
-        scaling = "none"
+    scaling = "none" if is_local else model.rope_scaling_type
+    scaled_by = [model[name] for name in SCALINGS[scaling]]
     H = head_dim(model, is_local)
     # The denominator of the exponent.
     lanes = int(p * H) if model.rope_type == "partial" else H
     if scaling == "ntk":
-        wavelength = ntk_wavelength(lanes, wavelength, factor)
+        wavelength = ntk_wavelength(lanes, wavelength, *scaled_by)
     elif scaling == "dynamic":
-        wavelength = dynamic_wavelength(lanes, wavelength, factor, length, seq_len or length)
+        evaluated = seq_len or model.original_seq_len
+        wavelength = dynamic_wavelength(lanes, wavelength, *scaled_by, evaluated)
     function, fields = TYPES[model.rope_type]
     values = model.to_dict() | {"max_wavelength": wavelength, "rope_percentage": p}
     freqs = function(H, *(values[name] for name in fields))
     if scaling == "linear":
-        return freqs / factor
+        return freqs / model.rope_scaling_factor
     if scaling == "yarn":
-        betas = (model.beta_fast, model.beta_slow)
-        return yarn_frequencies(freqs, lanes, wavelength, factor, length, *betas)
+        return yarn_frequencies(freqs, lanes, wavelength, *scaled_by)
     if scaling == "llama3":
-        ramp = (model.low_freq_factor, model.high_freq_factor)
-        return llama3_frequencies(freqs, factor, length, *ramp)
+        return llama3_frequencies(freqs, *scaled_by)
     return freqs
 
 
@@ -399,7 +397,7 @@ def rotated_pairs(model) -> int | list[int]:
 
 def rotated_share(model) -> str:
     """Says how many pairs rotate: "24 of 32"; "8 or 32 of 32" where layers differ."""
-    counts: dict[int, set] = {}
+    counts = {}
     for freqs in layer_frequencies(model):
         counts.setdefault(len(freqs), set()).add(int(np.count_nonzero(freqs)))
     parts = [f"{' or '.join(map(str, sorted(counts[P])))} of {P}" for P in sorted(counts)]
@@ -419,9 +417,8 @@ def logit_factor(model) -> float | None:
     """Returns s of the logit scale, by default rope_scaling_factor; None without a logit scale."""
     if model.logit_scale == "none":
         return None
-    if model.logit_scale_factor is None:
-        return model.rope_scaling_factor
-    return model.logit_scale_factor
+    factor = model.logit_scale_factor
+    return model.rope_scaling_factor if factor is None else factor
 
 
 def logit_scale(model, is_local: bool = False, rotates=True):

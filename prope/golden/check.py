@@ -146,8 +146,7 @@ def read_values(path: epath.Path) -> dict:
 
 def _fit(label: str, array: np.ndarray, case: dict, kind: str) -> np.ndarray:
     """Returns an array in the shape of the golden one."""
-    is_number = array.dtype.kind in "fiu"
-    if not is_number or not np.isfinite(array).all():
+    if array.dtype.kind not in "fiu" or not np.isfinite(array).all():
         problem = f"its type is {array.dtype}, or it holds nan or inf"
         raise UsageError(f"{label}: must hold finite numbers; {problem}")
     shape = case[kind].shape
@@ -185,8 +184,7 @@ def predict(case: dict, mistake: dict, error: float = 0.0) -> dict[str, np.ndarr
     is_rotated = step("order of pairs", k) < pairs
     freqs = np.where(is_rotated, theta ** (-2 * k / denominator) / factor, 0.0)
     freqs = step("frequencies", freqs) * (1 + error)
-    positions = step("positions", case["positions"])
-    angles = step("angles", positions[:, None] * freqs)
+    angles = step("angles", step("positions", case["positions"])[:, None] * freqs)
     cos = step("cos", np.cos(angles))
     cos, sin = step("rotated table", (cos, step("sin", np.sin(angles))))
     cos = np.where(is_rotated, cos, step("cos of other lanes", 1.0))
@@ -245,11 +243,9 @@ def explains(mistake: dict, values: dict) -> bool:
 
 def check(values: dict, float32_angles: bool = False) -> tuple[str, dict]:
     """Compares a port with the golden values: (line on what it computes, command's result)."""
-    compared = _compare(values, {})
-    name, kind, errors, _ = max(compared, key=lambda row: row[2].max())
+    name, kind, errors, _ = max(_compare(values, {}), key=lambda row: row[2].max())
     error = float(errors.max())
-    index = np.unravel_index(errors.argmax(), errors.shape)
-    index = [int(i) for i in index]
+    index = list(map(int, np.unravel_index(errors.argmax(), errors.shape)))
     fitting = [mistake for mistake in MISTAKES if explains(MISTAKES[mistake], values)]
     mistakes = fitting or ["no known mistake explains it"]
     if FLOAT32 in fitting:

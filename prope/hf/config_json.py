@@ -30,11 +30,6 @@ from prope.runtime import files
 from prope.runtime.validate import validate
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id")
-_TEXT_PARTS = {  # model_type: that of its text_config
-    "gemma3": "gemma3_text",
-    "gemma4": "gemma4_text",
-    "gemma4_unified": "gemma4_unified_text",
-}
 
 
 def to_hf(config: ConfigDict, dtype: str) -> dict:
@@ -70,14 +65,14 @@ def to_hf(config: ConfigDict, dtype: str) -> dict:
         "rope_theta": rope.get("rope_theta", model.max_wavelength),
         "dtype": dtype,
     }
-    written = list(rope.values()) if family.rotates_by_kind else [rope]
+    rope_of_kind = rope if family.rotates_by_kind else {FULL: rope}
     # Those that are scaled have no share.
-    shares = [each.get("partial_rotary_factor", 0) for each in written]
+    shares = [each.get("partial_rotary_factor", 0) for each in rope_of_kind.values()]
     has_unrotated = num_rotated_pairs(model.head_dim, min(shares)) < model.head_dim // 2
     if has_unrotated and model_type != "gemma4_text":  # which transformers 4 does not have
         # It does not know rope_parameters and would rotate every pair; this field it reads, or
         # stops at it.
-        values["rope_scaling"] = rope[FULL] if family.rotates_by_kind else rope
+        values["rope_scaling"] = rope_of_kind[FULL]
     if model.rope_scaling_type == "dynamic":
         # The length that transformers scales by.
         values["max_position_embeddings"] = model.original_seq_len
@@ -131,8 +126,8 @@ def from_hf(path: epath.Path) -> tuple[ConfigDict, dict]:
 
 def _text_part(path: epath.Path, values: dict) -> dict:
     """Returns the fields of the text, in a file of a model that reads images too."""
-    text_type = _TEXT_PARTS.get(str(values.get("model_type")))
-    if text_type is None:
+    text_type = f"{values.get('model_type')}_text"  # such as gemma3_text
+    if text_type not in FAMILIES:
         return values
     text = values.get("text_config")
     if not isinstance(text, dict) or text.get("model_type", text_type) != text_type:

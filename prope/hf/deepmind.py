@@ -20,10 +20,9 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from prope.errors import UsageError, first_line, usage_error
-from prope.hf.layout import Tensor, layers_by_row
+from prope.hf.layout import Tensor, drop_unused, layers_by_row
 from prope.hf.tensors import Stored, check_found
 from prope.stack import parameters
-from prope.stack.layers import first_sharing_layer
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _MARK = "_METADATA"  # of Orbax, in the folder of a tree
@@ -111,13 +110,11 @@ def open_arrays(source: epath.Path, model: ConfigDict) -> tuple[dict[str, Stored
                 shape=shape,
                 path=tuple(path.split("/")),
                 layer=row,
-                index=(),
                 order=tuple(range(len(shape))),
                 offset=offset if path.endswith("/scale") else 0.0,
             )
             expected.append(tensor)
-    for name in _unused(model):
-        leaves.pop(name, None)
+    drop_unused(leaves, model, "layer_{}/attn/{}", "kv_einsum/w k_einsum/w key_norm/scale")
     leaves = _arrange(leaves, expected)
     remedy = "give --config the model that was saved, in float32, bfloat16 or float16"
     found = {name: (leaf.shape, leaf.dtype.name) for name, leaf in leaves.items()}
@@ -136,8 +133,7 @@ def _name_leaves(folder: epath.Path) -> dict[str, Leaf]:
         raise usage_error("--input", folder, problem, "copy the checkpoint again")
     named = {}
     for path, array in jax.tree_util.tree_leaves_with_path(metadata.tree):
-        full_name = jax.tree_util.keystr(path, simple=True, separator="/")
-        name = _PREFIXES.sub("", full_name)
+        name = _PREFIXES.sub("", jax.tree_util.keystr(path, simple=True, separator="/"))
         # "_query_norm" in Gemma 3; "mlp/linear/w" where keys are flat.
         name = re.sub(r"(mlp/\w+)/w$", r"\1", name.replace("/_", "/"))
         if not _NOT_TEXT.match(name):
@@ -148,41 +144,26 @@ def _name_leaves(folder: epath.Path) -> dict[str, Leaf]:
 
 def _unstack(leaves: dict[str, Leaf]) -> dict[str, Leaf]:
     """Gives each layer of a stacked array a name of its own."""
-    matches = {name: _STACKED.fullmatch(name) for name in leaves}
-    period = 1 + max((int(match[1]) for match in matches.values() if match), default=0)
-    result = {}
-    for name, match in matches.items():
-        leaf = leaves[name]
-        if not match:
-            result[name] = leaf
-            continue
-        kind = int(match[1])
+    matches = list(filter(None, map(_STACKED.fullmatch, leaves)))
+    period = 1 + max((int(match[1]) for match in matches), default=0)
+    result = dict(leaves)
+    for match in matches:
+        leaf = result.pop(match[0])
         for row in range(leaf.stored_shape[0]):
-            layer = row * period + kind
-            one_layer = leaf.then(operator.itemgetter(row))
-            result[f"layer_{layer}/{match[2]}"] = one_layer
+            layer = row * period + int(match[1])
+            result[f"layer_{layer}/{match[2]}"] = leaf.then(operator.itemgetter(row))
     return result
 
 
 def _split_keys_and_values(leaves: dict[str, Leaf]) -> dict[str, Leaf]:
     """Splits [3, N, D, H], of Gemma 1 7B, into queries and [2, N, D, H]."""
-    result = {}
-    for name, leaf in leaves.items():
+    result = dict(leaves)
+    for name in leaves:
         if name.endswith("/qkv_einsum/w"):
-            queries = leaf.then(operator.itemgetter(0))
-            result[name.replace("qkv_", "q_")] = queries
-            keys_and_values = leaf.then(operator.itemgetter(slice(1, None)))
-            result[name.replace("qkv_", "kv_")] = keys_and_values
-        else:
-            result[name] = leaf
+            leaf = result.pop(name)
+            result[name.replace("qkv_", "q_")] = leaf.then(operator.itemgetter(0))
+            result[name.replace("qkv_", "kv_")] = leaf.then(operator.itemgetter(slice(1, None)))
     return result
-
-
-def _unused(model: ConfigDict) -> list[str]:
-    """Names arrays that nothing reads: keys and values of layers that share those of others."""
-    names = ("kv_einsum/w", "k_einsum/w", "key_norm/scale")
-    sharing = range(first_sharing_layer(model), model.num_layers)
-    return [f"layer_{number}/attn/{name}" for number in sharing for name in names]
 
 
 def _arrange(leaves: dict[str, Leaf], expected: list[Tensor]) -> dict[str, Leaf]:

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from prope.config import default_config
 from prope.encodings import FIELDS
 from prope.errors import UsageError, usage_error
-from prope.stack.layers import FULL, LAYER_TYPES, SLIDING, head_dim, layer_kinds
+from prope.stack.layers import FULL, LAYER_TYPES, SLIDING, head_dim, layer_kinds, repeat_pattern
 
 # By field of config.json: that of config.model, or of config.data for the last.
 SIZES = {
@@ -327,11 +327,10 @@ def read_layers(family: Family, values: dict) -> dict:
     window = _integer(values, "sliding_window", 1)
     # Qwen's classes have no window then, and stop. SmolLM3's mask has the kinds of layer_types.
     if family.reads("max_window_layers") and not values["use_sliding_window"]:
-        problem = "must be true: some layers are sliding_attention"
-        raise wrong(values, "use_sliding_window", problem)
-    lengths = range(1, len(kinds) + 1)
-    period = next(n for n in lengths if kinds == (kinds[:n] * len(kinds))[: len(kinds)])
-    return {"layer_types": tuple(kinds[:period]), "sliding_window": window}
+        raise wrong(values, "use_sliding_window", "must be true: some layers are sliding_attention")
+    patterns = (kinds[: number + 1] for number in range(len(kinds)))
+    pattern = next(one for one in patterns if repeat_pattern(one, len(kinds)) == kinds)
+    return {"layer_types": tuple(pattern), "sliding_window": window}
 
 
 def read_kinds(family: Family, values: dict) -> list[str]:
@@ -466,12 +465,12 @@ def choose_family(model: ConfigDict, ropes: list[dict]) -> str:
     Raises UsageError where there is none, with what the nearest computes instead.
     """
     needed = {name: _needed_fields(family, model, ropes) for name, family in FAMILIES.items()}
-    nearest = min(needed, key=lambda name: len(needed[name]))
-    if not needed[nearest]:
+    nearest, computed = min(needed.items(), key=lambda item: len(item[1]))
+    if not computed:
         return nearest
-    fields = ", ".join(f"config.model.{name}={model[name]}" for name in needed[nearest])
+    fields = ", ".join(f"config.model.{name}={model[name]}" for name in computed)
     problem = "no class of transformers computes this with the other fields"
-    others = ", ".join(f"{name}={value}" for name, value in needed[nearest].items())
+    others = ", ".join(f"{name}={value}" for name, value in computed.items())
     remedy = f"the nearest, {FAMILIES[nearest].hf_class}, computes {others}"
     raise UsageError(f"{fields}: {problem}; {remedy}")
 

@@ -47,8 +47,7 @@ def _download(name: str, files: list[str]) -> epath.Path:
 
     place = f"{constants.ENDPOINT}/{name}"
     try:
-        folder = snapshot_download(name, allow_patterns=files, ignore_patterns=_NOT_FILES)
-        return epath.Path(folder)
+        return epath.Path(snapshot_download(name, allow_patterns=files, ignore_patterns=_NOT_FILES))
     except errors.LocalEntryNotFoundError:
         problem = f"the Hub cannot be reached, and {constants.HF_HUB_CACHE} has no whole copy"
         remedy = f"elsewhere: hf download {name} --local-dir=DIR, then here --input=DIR"

@@ -14,7 +14,7 @@ from prope.errors import UsageError, log, usage_error
 from prope.hf import config_json, deepmind
 from prope.hf.families import FAMILIES
 from prope.hf.hub import find_checkpoint
-from prope.hf.layout import EMBEDDING, HEAD, Tensor, list_tensors, unused_tensors
+from prope.hf.layout import EMBEDDING, HEAD, Tensor, drop_unused, list_tensors
 from prope.hf.tensors import Stored, check_found, open_tensors
 from prope.hf.tokenizers import copy_into_run, find_tokenizer, read_stop_ids
 from prope.runtime.files import as_path, check_new, local_copy, new_directory
@@ -83,8 +83,8 @@ def _import(
         config, values = config_json.from_hf(local / "config.json")
         family = FAMILIES[values["model_type"]]
         stored = open_tensors(local)
-        for name in unused_tensors(config.model):
-            stored.pop(name, None)
+        pattern = "model.layers.{}.self_attn.{}.weight"
+        drop_unused(stored, config.model, pattern, "k_proj v_proj k_norm")
         check_tensors(local, stored, list_tensors(config.model, family))
         config.model.tied = is_tied(config.model.tied, stored)
         expected = list_tensors(config.model, family)
@@ -94,12 +94,12 @@ def _import(
     config.model.dtype = dtype or config.model.dtype
     vocab_size = config.model.vocab_size
     tokenizer_name, loaded_tokenizer = find_tokenizer(local, tokenizer, vocab_size, values)
-    eos = loaded_tokenizer.special.eos
-    config.data.stop_ids = read_stop_ids(local, values, vocab_size, eos)
+    special = loaded_tokenizer.special
+    config.data.stop_ids = read_stop_ids(local, values, vocab_size, special.eos)
     # Trained with <bos> before every text, a model needs it where a document is cut, too: without
     # it Gemma 3 270M loses 1.5 nats a token.
-    config.data.bos_every_window = loaded_tokenizer.special.bos is not None
-    num_parameters = sum(math.prod(tensor.shape) for tensor in expected)
+    config.data.bos_every_window = special.bos is not None
+    num_parameters = parameters.count(config.model)
     if values:
         set_training(config, num_parameters)
     with new_directory("workdir", path) as directory:
@@ -159,8 +159,7 @@ def check_tensors(source: epath.Path, stored: dict[str, Stored], expected: list[
 
 def read_params(config: ConfigDict, stored: dict[str, Stored], expected: list[Tensor]) -> dict:
     """Reads the parameters as float32, one tensor at a time into arrays for all."""
-    shapes = parameters.shapes(config.model)
-    params = jax.tree.map(lambda leaf: _aligned(leaf.shape), shapes)
+    params = jax.tree.map(lambda leaf: _aligned(leaf.shape), parameters.shapes(config.model))
     for tensor in expected:
         parameter = functools.reduce(operator.getitem, tensor.path, params)
         _copy(stored[tensor.name], tensor, parameter)
@@ -184,20 +183,21 @@ def is_tied(tied: bool, stored: dict[str, Stored]) -> bool:
     if HEAD not in stored:
         return tied
     head = stored[HEAD]
-    rows = head.values.get_shape()[0]
-    for start in range(0, rows, _ROWS):
-        some_rows = slice(start, min(start + _ROWS, rows))
-        output = np.asarray(head.values[some_rows], np.float32)
-        embedding = np.asarray(stored[EMBEDDING].values[some_rows], np.float32)
-        if not np.array_equal(output, embedding, equal_nan=True):
-            break
-    else:
-        return True
-    if tied:
+    count = head.values.get_shape()[0]
+
+    def read(name: str, start: int) -> np.ndarray:
+        rows = slice(start, min(start + _ROWS, count))
+        return np.asarray(stored[name].values[rows], np.float32)
+
+    is_same = all(
+        np.array_equal(read(HEAD, start), read(EMBEDDING, start), equal_nan=True)
+        for start in range(0, count, _ROWS)
+    )
+    if tied and not is_same:
         problem = f"{HEAD} differs from {EMBEDDING}, but config.json's tie_word_embeddings is true"
         remedy = "set it to false if the checkpoint has an output matrix of its own"
         raise UsageError(f"{head.file}: {problem}; {remedy}")
-    return False
+    return is_same
 
 
 def _aligned(shape: tuple[int, ...]) -> np.ndarray:

@@ -5,6 +5,7 @@ Axes: those of `prope.stack.parameters`.
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -37,8 +38,8 @@ class Tensor:
     shape: tuple[int, ...]  # in the file
     path: tuple[str, ...]  # the parameter in the nested dictionary
     layer: int | None  # the layer, if the parameter is stacked
-    index: tuple[int, ...]  # which matrix, if the parameter holds two
     order: tuple[int, ...]  # permutation of the matrix's axes; the file joins some of them
+    index: tuple[int, ...] = ()  # which matrix, if the parameter holds two
     offset: float = 0.0  # the file holds parameter + offset
 
     def read(self, parameter: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -97,25 +98,23 @@ def _full_name(name: str, path: str) -> str:
     return f"{prefix}{name}{suffix}"
 
 
-def unused_tensors(model: ConfigDict) -> set[str]:
-    """Names tensors that files hold and nothing reads: of layers that share keys and values."""
-    names = ("k_proj", "v_proj", "k_norm")
-    return {
-        f"model.layers.{number}.self_attn.{name}.weight"
-        for number in range(first_sharing_layer(model), model.num_layers)
-        for name in names
-    }
+def drop_unused(tensors: dict[str, Any], model: ConfigDict, pattern: str, names: str) -> None:
+    """Drops what files hold and nothing reads: keys and values of layers that share others'.
+
+    `pattern` is that of their names, for the number of a layer and one of `names`.
+    """
+    for number in range(first_sharing_layer(model), model.num_layers):
+        for name in names.split():
+            tensors.pop(pattern.format(number, name), None)
 
 
 def unread_parameters(model: ConfigDict, family: Family) -> list[str]:
     """Lists the parameters that no tensor of a family's class can hold, or only another's."""
-    taken: set[tuple[str | None, str, bool]] = set()
+    taken = set()
     unread = []
     for path, row in parameters.parameters(model).items():
-        is_bias = path.endswith("/b")
-        stack = parameters.stack_of(path)
         names = set(family.names.get(parameters.row_path(path), row.hf_names))
-        tensors = {(stack, name, is_bias) for name in names}
+        tensors = {(parameters.stack_of(path), name, path.endswith("/b")) for name in names}
         if not tensors or tensors & taken or not names <= _READ:
             unread.append(path)
         taken |= tensors

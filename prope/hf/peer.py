@@ -168,8 +168,10 @@ def their_programs(
         export(workdir, exported)
         hf_model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     hf_model.to(device)
-    inputs = torch.tensor(np.asarray(batch["tokens"]), device=device).long()
-    targets = torch.tensor(np.asarray(batch["targets"]), device=device).long()
+    inputs, targets = (
+        torch.tensor(np.asarray(batch[name]), device=device).long()
+        for name in ("tokens", "targets")
+    )
     adamw = torch.optim.AdamW(hf_model.parameters(), lr=1e-6)
     mixed = torch.autocast(device, torch.bfloat16, enabled=device != "cpu")
 

@@ -19,23 +19,17 @@ from prope.hf.families import FULL, SLIDING, Family, positive, read_kinds, rotat
 from prope.rope import frequencies, num_rotated_pairs
 from prope.stack.layers import head_dim, layer_windows
 
-
-def _hf_fields(scaling: str) -> dict[str, str]:
-    """Maps a scaling's fields of rope_parameters to those of config.model."""
-    names = {
-        "rope_scaling_factor": "factor",
-        "original_seq_len": "original_max_position_embeddings",
-    }
-    return {names.get(field, field): field for field in SCALINGS[scaling]}
-
-
+# By field of config.model: that of rope_parameters, where it has another name.
+_HF_NAMES = {
+    "rope_scaling_factor": "factor",
+    "original_seq_len": "original_max_position_embeddings",
+}
 # By rope_type of transformers, for those that scale every pair: its fields, and config.model's.
 _SCALINGS = {
-    "linear": _hf_fields("linear"),
-    "yarn": _hf_fields("yarn"),
-    "llama3": _hf_fields("llama3"),
-    "dynamic": _hf_fields("linear"),  # its length is max_position_embeddings
+    kind: {_HF_NAMES.get(field, field): field for field in SCALINGS[kind]}
+    for kind in ("linear", "yarn", "llama3")
 }
+_SCALINGS["dynamic"] = _SCALINGS["linear"]  # its length is max_position_embeddings
 
 _PLAIN = ("default", "proportional")
 # Where a file has no original_max_position_embeddings, it is max_position_embeddings.
@@ -127,15 +121,12 @@ def read_rotation(family: Family, values: dict) -> dict:
     Raises UsageError for a rotation that is not known, or that this decoder does not compute.
     """
     kinds = read_kinds(family, values)
-    if family.rotates_by_kind:
-        by_kind = _ropes_by_kind(family, values)
-    else:
-        by_kind = {FULL: _rope_parameters(values)}
+    by_kind = _ropes_by_kind(family, values)
     main = FULL if FULL in kinds or SLIDING not in by_kind else SLIDING
     model = _read_rope(by_kind[main], values)
     is_scaled = "rope_scaling_type" in model
     rotated = rotated_layers(family, values)
-    if SLIDING in kinds and family.rotates_by_kind:
+    if SLIDING in kinds and SLIDING in by_kind:
         local = _read_rope(by_kind[SLIDING], values)
         is_scaled = "rope_scaling_type" in local
         for name in ("max_wavelength", "rope_percentage"):
@@ -172,19 +163,17 @@ def _read_rope(rope: dict, values: dict) -> dict:
 
 
 def _ropes_by_kind(family: Family, values: dict) -> dict[str, dict]:
-    """Returns the rotations of full and of sliding layers, as Gemma 3 and 4 read them."""
-    defaults = family.defaults.get("rope_parameters", {})
-    written = values.get("rope_parameters") or defaults
+    """Returns the rotation of full layers, and in Gemma 3 and 4 that of sliding ones."""
+    if not family.rotates_by_kind:
+        return {FULL: _rope_parameters(values)}
+    written = values.get("rope_parameters") or family.defaults.get("rope_parameters", {})
     if written and not (isinstance(written, dict) and written.keys() <= {FULL, SLIDING}):
-        problem = f"must be an object with {FULL} and {SLIDING}"
-        raise wrong(values, "rope_parameters", problem)
-    names = ("rope_theta", "rope_scaling", "partial_rotary_factor", "max_position_embeddings")
-    full = {name: values.get(name) for name in names}
+        raise wrong(values, "rope_parameters", f"must be an object with {FULL} and {SLIDING}")
     name = "rope_local_base_freq"
     local_theta = positive(values, name) if family.reads(name) else None
-    local = full | {"rope_theta": local_theta, "rope_scaling": None}
+    local = values | {"rope_theta": local_theta, "rope_scaling": None}
     return {
-        FULL: _rope_parameters(full | {"rope_parameters": written.get(FULL)}),
+        FULL: _rope_parameters(values | {"rope_parameters": written.get(FULL)}),
         SLIDING: _rope_parameters(local | {"rope_parameters": written.get(SLIDING)}),
     }
 
@@ -196,10 +185,9 @@ def _rope_parameters(values: dict) -> dict:
     share = values.get("partial_rotary_factor")
     absent = {
         "rope_type": "default",
-        "rope_theta": values["rope_theta"],
+        "rope_theta": values.get("rope_theta"),
         "partial_rotary_factor": 1 if share is None else share,
     }
-    length = {"original_max_position_embeddings": values["max_position_embeddings"]}
     ropes = []
     for rope in written:
         if not isinstance(rope, dict):
@@ -209,7 +197,7 @@ def _rope_parameters(values: dict) -> dict:
         kind = renamed.get("rope_type", "default")
         numbers = {"factor": 1} if kind in _PLAIN else {}
         if kind in _WITH_LENGTH:
-            numbers |= length
+            numbers["original_max_position_embeddings"] = values["max_position_embeddings"]
         if kind == "yarn":
             numbers |= _YARN
         ropes.append(absent | numbers | renamed)
@@ -226,18 +214,17 @@ def _is_plain(rope: dict) -> bool:
 def _check_known(rope: dict) -> None:
     """Raises UsageError for a rope_type that is not known, or with numbers missing or unknown."""
     kind = rope["rope_type"]
-    is_scaled = isinstance(kind, str) and kind in _SCALINGS
-    fields = _SCALINGS[kind] if is_scaled else {}
+    fields = _SCALINGS.get(str(kind), {})
     known = {"rope_type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor"}
     missing = [name for name in fields if type(rope.get(name)) not in (int, float)]
     unknown = sorted(rope.keys() - known - fields.keys())
     problems = []
-    if not (is_scaled or _is_plain(rope)):
+    if not (fields or _is_plain(rope)):
         kinds = f"default, proportional with factor 1, {', '.join(_SCALINGS)}"
         problems.append(f"only rope_type {kinds} can be imported")
     if missing:
         problems.append(f"{kind} needs the numbers {', '.join(missing)}")
-    if unknown and (is_scaled or kind in _PLAIN):
+    if unknown and (fields or kind in _PLAIN):
         problems.append(f"unknown with {kind}: {', '.join(unknown)}")
     if kind == "yarn" and rope.get("attention_factor") not in (None, 1):
         problems.append("attention_factor must be absent or 1 with yarn")

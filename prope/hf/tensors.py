@@ -115,8 +115,14 @@ def write_tensors(
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else WEIGHTS
-        _write_file(folder / file, shard, read, dtype)
-        weight_map |= {tensor.name: file for tensor in shard}
+        values = {}
+        for tensor in shard:
+            watchdog.alive(f"the tensors before {tensor.name}")
+            values[tensor.name] = tensor.read(read(tensor.path, tensor.layer), jnp.dtype(dtype))
+            weight_map[tensor.name] = file
+        save_file(values, folder / file, {"format": "pt"})  # transformers requires this entry
+        # For all whom the umask lets read the folder; the library makes it the owner's alone.
+        os.chmod(folder / file, os.stat(folder).st_mode & 0o666)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -124,7 +130,7 @@ def write_tensors(
 
 def _cut_shards(tensors: list[Tensor], sizes: dict[str, int]) -> list[list[Tensor]]:
     """Cuts a list of tensors so that those of a shard fit into its size."""
-    shards: list[list[Tensor]] = [[]]
+    shards = [[]]
     shard_size = 0
     for tensor in tensors:
         size = sizes[tensor.name]
@@ -136,19 +142,6 @@ def _cut_shards(tensors: list[Tensor], sizes: dict[str, int]) -> list[list[Tenso
     return shards
 
 
-def _write_file(
-    path: epath.Path, tensors: list[Tensor], read: Callable[..., np.ndarray], dtype: str
-) -> None:
-    values = {}
-    for tensor in tensors:
-        watchdog.alive(f"the tensors before {tensor.name}")
-        parameter = read(tensor.path, tensor.layer)
-        values[tensor.name] = tensor.read(parameter, jnp.dtype(dtype))
-    save_file(values, path, {"format": "pt"})  # transformers requires this entry
-    # For all whom the umask lets read the folder; the library makes it the owner's alone.
-    os.chmod(path, os.stat(path.parent).st_mode & 0o666)
-
-
 def check_found(
     source: epath.Path,
     found: dict[str, tuple[tuple[int, ...], str]],
@@ -157,13 +150,6 @@ def check_found(
     remedy: str,
 ) -> None:
     """Raises UsageError where the shapes and dtypes that were found are not those of a model."""
-    problems = []
-    for what, names in (
-        ("missing", shapes.keys() - found.keys()),
-        ("unknown", found.keys() - shapes.keys()),
-    ):
-        if names:
-            problems.append(f"{what} tensors: {some(names)}")
     differing = []
     for name in found.keys() & shapes.keys():
         shape, dtype = found[name]
@@ -171,10 +157,14 @@ def check_found(
             differing.append(f"{name} has shape {shape}, not {shapes[name]}")
         if dtype not in dtypes:
             differing.append(f"{name} has dtype {dtype}, not one of {' '.join(dtypes)}")
-    if differing:
-        problems.append(some(differing))
-    if problems:
-        raise usage_error("--input", source, "; ".join(problems), remedy)
+    problems = {
+        "missing tensors: ": shapes.keys() - found.keys(),
+        "unknown tensors: ": found.keys() - shapes.keys(),
+        "": differing,
+    }
+    if any(problems.values()):
+        texts = (f"{what}{some(names)}" for what, names in problems.items() if names)
+        raise usage_error("--input", source, "; ".join(texts), remedy)
 
 
 def some(names: Iterable[str]) -> str:

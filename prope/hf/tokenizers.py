@@ -154,8 +154,7 @@ def write_tokenizer(
         ids = tokenizer.encode(text)
         others = written.encode(text)
         # Of two cuts that are as likely, sums in float32, as SentencePiece's, may take the other.
-        is_same = len(ids) == len(others) and tokenizer.decode(ids) == tokenizer.decode(others)
-        if not is_same:
+        if len(ids) != len(others) or tokenizer.decode(ids) != tokenizer.decode(others):
             problem = f"the tokenizer.json that is made of it gives other ids for {text[:60]}"
             remedy = "put one that gives the same ids beside it, which is copied"
             raise usage_error("config.data.tokenizer", name, problem, remedy)
@@ -191,8 +190,7 @@ def _convert(tokenizer: SentencePieceTokenizer) -> str:
     if rules.precompiled_charsmap:
         steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
     if rules.remove_extra_whitespaces:
-        spaces = tokenizers.Regex(" {2,}")
-        steps += [normalizers.Strip(), normalizers.Replace(spaces, " ")]
+        steps += [normalizers.Strip(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]
     if rules.add_dummy_prefix:
         steps.append(normalizers.Prepend(SPACE))
         undo.append(decoders.Strip(" ", 1, 0))

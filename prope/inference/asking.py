@@ -148,9 +148,8 @@ class Prompts:
         number = self.about["trials"]
         rows = self.about["rows"]
         trials = self.trials()
-        T = self.seq_len
         num_ids = self._tokenizer.vocab_size
-        logprobs, exact = score_trials(self.config, params, T, trials, mesh, num_ids)
+        logprobs, exact = score_trials(self.config, params, self.seq_len, trials, mesh, num_ids)
         rank = rank_first(logprobs)
         cells = []
         for i, row in enumerate(rows):
@@ -169,8 +168,7 @@ class Prompts:
         if processes.is_first():
             failed = 1.0 - np.stack([rank == 1, exact], axis=1)
             source = np.zeros(len(trials), int)
-            ones = np.ones_like(failed)
-            sums = paired.Sums(failed, ones, np.arange(3), source, [1.0])
+            sums = paired.Sums(failed, np.ones_like(failed), np.arange(3), source, [1.0])
             paired.write_sums(folder, record, sums, rank=rank, logprobs=logprobs)
         return record
 

@@ -99,8 +99,7 @@ def _open_lengths(
     for T, config_T in configs.items():
         for window, sinks in options.cuts(config_T.model, T):
             cut = config_T.copy_and_resolve_references()
-            cut.model.test_window = window
-            cut.model.test_sinks = sinks
+            cut.model.update(test_window=window, test_sinks=sinks)
             # All that the program and its windows depend on; `open_text` reads the run's data, too.
             fields = [cut.model, cut.data, cut.eval, run.config.data]
             key = (T, state.get("fingerprint"), *map(str, fields))

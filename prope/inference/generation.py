@@ -27,7 +27,7 @@ from prope.kernels.choice import matmul_precision
 from prope.runtime import processes
 from prope.runtime.environment import advise_dtype
 from prope.runtime.files import read_text
-from prope.stack.layers import Layer, by_stack, layers, stack_rows
+from prope.stack.layers import by_stack, layers, stack_rows
 from prope.workdir.run import Run, open_run
 
 _CHUNK = 512  # most tokens of a prompt that are read at a time
@@ -112,27 +112,27 @@ def fill_cache(
     size = -(-T // chunks)
     at_once = max(at_once, size)
     # Nothing is written for this padding: it has no slots.
-    padding = -T % size
-    prompts = jnp.pad(prompts, ((0, 0), (0, padding)))
+    prompts = jnp.pad(prompts, ((0, 0), (0, -T % size)))
 
     def read(carry, first):
         last, cache = carry
         tokens = jax.lax.dynamic_slice_in_dim(prompts, first, size, axis=1)
-        start = jnp.full(B, first)
-        hidden, cache = model.decode(config, params, tokens, cache, start, lengths)
+        hidden, cache = model.decode(config, params, tokens, cache, jnp.full(B, first), lengths)
         place = (lengths - 1 - first)[:, None, None]
         is_here = (place >= 0) & (place < size)
-        place = jnp.clip(place, 0, size - 1)
-        last_here = jnp.take_along_axis(hidden, place, axis=1)
+        last_here = jnp.take_along_axis(hidden, place, axis=1, mode="clip")
         last = jnp.where(is_here, last_here, last)
         return (last, cache), None
 
-    shape = (B, 1, config.embed_dim)
-    last = jnp.zeros(shape, config.dtype)
+    last = jnp.zeros((B, 1, config.embed_dim), config.dtype)
     cache = empty_cache(config, B, T, at_once)
     firsts = jnp.arange(0, T, size, dtype=jnp.int32)
     (last, cache), _ = jax.lax.scan(read, (last, cache), firsts)
-    return last, _grow(config, cache, T + more, at_once)
+
+    def copy(old, new):
+        return new.at[:, :, :, : old.shape[3]].set(old)
+
+    return last, jax.tree.map(copy, cache, empty_cache(config, B, T + more, at_once))
 
 
 @jax.jit(static_argnums=(0, 1), donate_argnames="cache")
@@ -147,10 +147,8 @@ def decode(
 ) -> tuple[Int[Array, "B length"], model.Cache]:
     """Returns the tokens from `first` on, `pad` after a row's end, and the cache; it is donated."""
     params = split_layers(config, params)  # once, not for each token
-    shape = (len(first), sampling.length)
-    tokens = jnp.full(shape, sampling.pad, jnp.int32)
+    tokens = jnp.full((len(first), sampling.length), sampling.pad, jnp.int32)
     tokens = tokens.at[:, 0].set(first)
-
     stops = jnp.array([sampling.eos, *sampling.stop_ids])
 
     def unfinished(state):
@@ -160,8 +158,7 @@ def decode(
     def append_token(state):
         i, token, ended, tokens, cache = state
         position = lengths + i
-        token = token[:, None]
-        hidden, cache = model.decode(config, params, token, cache, position - 1)
+        hidden, cache = model.decode(config, params, token[:, None], cache, position - 1)
         logits = model.logits(config, params, hidden[:, 0])
         token = sample_tokens(sampling, logits, keys, position)
         token = jnp.where(ended, sampling.pad, token)
@@ -180,33 +177,17 @@ def empty_cache(config: ConfigDict, batch: int, length: int, at_once: int = _CHU
 
     A layer with a window keeps what `at_once` tokens can see.
     """
-    cache: model.Cache = {}
+    cache = {}
     own = [layer for layer in layers(config) if not layer.shares_kv]
     for kind in dict.fromkeys(layer.kind for layer in own):
         of_kind = [layer for layer in own if layer.kind == kind]
-        slots = _num_slots(of_kind[0], length, at_once)
-        shape = (len(of_kind), batch, of_kind[0].num_kv_heads, slots, of_kind[0].head_dim)
+        layer = of_kind[0]
+        slots = length
+        if layer.window is not None and not layer.sinks:
+            slots = min(length, layer.window + at_once - 1)
+        shape = (len(of_kind), batch, layer.num_kv_heads, slots, layer.head_dim)
         cache[kind] = {name: jnp.zeros(shape, config.dtype) for name in ("key", "value")}
     return cache
-
-
-def _num_slots(layer: Layer, length: int, at_once: int) -> int:
-    """Returns how many positions, of `length`, a layer's cache holds."""
-    if layer.window is None or layer.sinks:
-        return length
-    return min(length, layer.window + at_once - 1)
-
-
-def _grow(config: ConfigDict, cache: model.Cache, length: int, at_once: int) -> model.Cache:
-    """Adds slots for `length` tokens in all to a cache that was made for as many `at_once`."""
-    layer_of_kind = {layer.kind: layer for layer in layers(config)}
-    grown = {}
-    for kind, arrays in cache.items():
-        slots = _num_slots(layer_of_kind[kind], length, at_once)
-        padding = [(0, 0)] * 5
-        padding[3] = (0, slots - arrays["key"].shape[3])
-        grown[kind] = {name: jnp.pad(x, padding) for name, x in arrays.items()}
-    return grown
 
 
 def split_layers(config: ConfigDict, params: model.Params) -> model.Params:
@@ -236,21 +217,18 @@ def sample_tokens(sampling: Sampling, logits: Logits, keys: jax.Array, positions
         return jnp.argmax(logits, -1).astype(jnp.int32)
     keys = jax.vmap(jax.random.fold_in)(keys, positions)
     logits = filter_logits(sampling, logits)
-    tokens = jax.vmap(jax.random.categorical)(keys, logits)
-    return tokens.astype(jnp.int32)
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
 def filter_logits(sampling: Sampling, logits: Logits) -> Logits:
     """Divides logits by a temperature above 0; sets those that top_k and top_p exclude to -inf."""
     # Differences, so that no quotient overflows to infinity.
     logits = logits - logits.max(axis=-1, keepdims=True)
-    temperature = max(sampling.temperature, 1e-6)
-    logits = logits / temperature
+    logits = logits / max(sampling.temperature, 1e-6)
     if sampling.top_k is None and sampling.top_p == 1:
         return logits
     V = logits.shape[-1]
-    k = min(sampling.top_k or V, V)
-    best, ids = jax.lax.top_k(logits, k)
+    best, ids = jax.lax.top_k(logits, min(sampling.top_k or V, V))
     if sampling.top_p < 1:
         probs = jax.nn.softmax(best, axis=-1)
         likelier = jnp.cumsum(probs, axis=-1) - probs  # probability of all likelier tokens
@@ -262,8 +240,7 @@ def filter_logits(sampling: Sampling, logits: Logits) -> Logits:
 def pad_prompts(rows: Sequence) -> tuple[Prompts, Rows]:
     """Pads the tokens of prompts to (prompts [B, T], lengths [B])."""
     lengths = np.array(list(map(len, rows)), np.int32)
-    shape = (len(rows), lengths.max())
-    prompts = np.zeros(shape, np.int32)
+    prompts = np.zeros((len(rows), lengths.max()), np.int32)
     for prompt, row in zip(prompts, rows, strict=True):
         prompt[: len(row)] = row
     return jnp.asarray(prompts), jnp.asarray(lengths)
@@ -272,8 +249,7 @@ def pad_prompts(rows: Sequence) -> tuple[Prompts, Rows]:
 def row_keys(seed: int, count: int) -> jax.Array:
     """Makes a random key per row: fold_in(key(seed), i) for row i."""
     key = jax.random.key(seed, impl=model.PRNG)
-    rows = jnp.arange(count)
-    return jax.vmap(lambda i: jax.random.fold_in(key, i))(rows)
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
 
 
 def read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
@@ -392,8 +368,7 @@ def generate(
     prompts, lengths = jax.device_put(pad_prompts(rows), replicated)
     make_keys = jax.jit(row_keys, static_argnums=(0, 1), out_shardings=replicated)
     keys = make_keys(seed, len(rows))
-    ended = np.full(len(rows), sampling.eos, np.int32)
-    ended = jax.device_put(ended, replicated)
+    ended = jax.device_put(np.full(len(rows), sampling.eos, np.int32), replicated)
 
     def read():
         return prefill(frozen, sampling, params, prompts, lengths, keys)

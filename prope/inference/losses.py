@@ -78,11 +78,9 @@ def select(
         stretches = -(-source.count // stretch)
         chosen = stretches
         if number is not None:
-            wanted = max(round(number * weight), 1)
-            chosen = min(wanted, stretches)
+            chosen = min(max(round(number * weight), 1), stretches)
         for i in range(chosen):
-            first_stretch = i * stretches // chosen
-            start = first_stretch * stretch
+            start = i * stretches // chosen * stretch
             stop = min(start + stretch, source.count)
             indices += range(offset + start, offset + stop)
         offset += source.count
@@ -120,8 +118,7 @@ def run_batches(
             return
         sequences = read([start + row for row in local_rows])
         with sharding.use(mesh), matmul_precision(config.model.dtype):
-            batch = sharding.global_batch(mesh, sequences, batch_size)
-            results = step(batch)
+            results = step(sharding.global_batch(mesh, sequences, batch_size))
         rows = min(batch_size, count - start)
         yield {name: np.asarray(values)[:rows] for name, values in results.items()}
 
@@ -210,8 +207,7 @@ class LossEvaluation:
     def _run(self, params, mesh, batch) -> dict[str, jax.Array]:
         """Calls `_score`, compiled at the first call: later ones have the same shapes."""
         if self._compiled is None:
-            replicated = NamedSharding(mesh, PartitionSpec())
-            step = jax.jit(self._score, out_shardings=replicated)
+            step = jax.jit(self._score, out_shardings=NamedSharding(mesh, PartitionSpec()))
             self._compiled = step.lower(params, batch).compile()
             size = self.config.eval.batch_size
             advice = f"lower the batch size, now {size}, or the windows' length"
@@ -246,10 +242,9 @@ class DocumentSums:
         # [Q + 1]: the first position of each bucket, and T.
         self._edges = np.append(np.arange(0, T, width), T)
         self._bucket = np.arange(T) // width
-        self._windows: list[np.ndarray] = []  # one [2, documents, Q] a window: losses and tokens
-        self._sources: list[int] = []  # the source of every document
-        self._last = (-1, -1)  # source and index of the previous window
-        self._ended = True  # whether its last document ended with it
+        self._windows = []  # one [2, documents, Q] a window: losses and tokens
+        self._sources = []  # the source of every document
+        self._open = None  # source and index of the window in which the last document goes on
 
     def add(self, index: int, source: int, losses, weights, segment_ids, ends_document) -> None:
         """Adds a window, arrays [T].
@@ -264,20 +259,18 @@ class DocumentSums:
         values = (losses.astype(np.float64) * weights, weights)
         sums = np.stack([np.bincount(cell, x, documents * Q) for x in values])
         sums = sums.reshape(2, documents, Q)
-        if self._last == (source, index - 1) and not self._ended:
+        if self._open == (source, index):
             self._windows[-1][:, -1] += sums[:, 0]
             sums = sums[:, 1:]
         if sums.shape[1]:
             self._windows.append(sums)
             self._sources += [source] * sums.shape[1]
-        self._last = (source, index)
-        self._ended = ends_document
+        self._open = None if ends_document else (source, index + 1)
 
     def finish(self, shares) -> paired.Sums:
         """Returns the sums of all windows, of sources with these shares."""
         losses, tokens = np.concatenate(self._windows, axis=1)
-        sources = np.array(self._sources)
-        return paired.Sums(losses, tokens, self._edges, sources, shares)
+        return paired.Sums(losses, tokens, self._edges, np.array(self._sources), shares)
 
 
 def summarize(sums: paired.Sums, rows=slice(None)) -> dict:
@@ -295,8 +288,7 @@ def summarize(sums: paired.Sums, rows=slice(None)) -> dict:
 def summarize_positions(sums: paired.Sums) -> list[dict]:
     """Computes the loss of each bucket of positions that has tokens."""
     buckets = []
-    edges = itertools.pairwise(sums.edges.tolist())
-    for q, (start, stop) in enumerate(edges):
+    for q, (start, stop) in enumerate(itertools.pairwise(sums.edges.tolist())):
         tokens = int(sums.tokens[:, q].sum())
         if tokens:
             loss, _ = sums.mean_and_stderr(columns=slice(q, q + 1))

@@ -61,8 +61,6 @@ def open_runs(options: Options) -> list[tuple[Run, list[str | None]]]:
                 continue
             with processes.raise_on_all():
                 encodings = choose_encodings(run, options)
-            if options.intervene and encodings:
-                encodings = [None, *encodings]  # as it is, to compare with
             opened.append((run, encodings))
     if not opened:
         which = f", and an encoding that {changed} can change" if changed else ""
@@ -108,7 +106,7 @@ def choose_encodings(run: Run, options: Options) -> list[str | None]:
             encodings.append(encoding)
         else:
             log.info("%s: %s left out, for these pairs do not rotate", run.workdir, encoding)
-    return encodings
+    return [None, *encodings] if encodings else []  # first as it is, to compare with
 
 
 def parse_interventions(text: str, model: ConfigDict) -> list[str]:
@@ -248,14 +246,15 @@ def _cache_key(run: Run, encoding: str | None, evaluation) -> dict:
         "fingerprint": evaluation.selection.fingerprint,
         "windows": len(evaluation.selection.indices),
     }
+    model = evaluation.config.model
     if encoding:
-        model = evaluation.config.model
-        key["encoding"] = encoding
-        key["factor"] = model.rope_scaling_factor
-        key["logit_factor"] = logit_factor(model)
-    if evaluation.config.model.test_window is not None:
-        key["window"] = evaluation.config.model.test_window
-        key["sinks"] = evaluation.config.model.test_sinks
+        key |= {
+            "encoding": encoding,
+            "factor": model.rope_scaling_factor,
+            "logit_factor": logit_factor(model),
+        }
+    if model.test_window is not None:
+        key |= {"window": model.test_window, "sinks": model.test_sinks}
     ours, theirs = flat(evaluation.config), flat(run.config)
     changed = {name: ours[name] for name in _CHANGED_BY_FLAGS if ours[name] != theirs[name]}
     if changed:
@@ -281,47 +280,40 @@ def records(
             cases = [(name, one) for name in encodings for one in open_evaluations(run, name)]
         plan.append((run, cases))
     for run, cases in plan:
-        yield from _records_of_run(run, cases, options, file, fields)
+        folder = results_folder(run.workdir, options.workdir, options.output)
+        files = dict.fromkeys((run.workdir / file, folder / file))  # often the same one
+        params = None  # read when the first record is not there yet
+        for encoding, evaluation in cases:
+            model = evaluation.config.model
+            cache_key = _cache_key(run, encoding, evaluation)
+            record = cache_key | {
+                "split": evaluation.split,
+                "dtype": model.dtype,
+                "rope_percentage": model.rope_percentage,
+                "rotated_pairs": rotated_pairs(model),
+            }
+            run_identity = {"init_hash": run.init_hash, "workdir": str(run.workdir)}
+            where = f"{evaluation.seq_len} tokens a window of {evaluation.dataset}"
+            description = f"step {run.step} of {run.workdir}, {where}"
 
+            def find(files=files, cache_key=cache_key) -> dict | None:
+                known = [record for path in files for record in read_jsonl(path)]
+                return find_evaluation(known, **cache_key)
 
-def _records_of_run(
-    run: Run, cases: list, options: Options, file: str, fields: dict
-) -> Iterator[dict]:
-    """Yields the records of a run, whose parameters are read when the first is not there yet."""
-    folder = results_folder(run.workdir, options.workdir, options.output)
-    files = dict.fromkeys((run.workdir / file, folder / file))  # often the same one
-    params = None
-    for encoding, evaluation in cases:
-        model = evaluation.config.model
-        cache_key = _cache_key(run, encoding, evaluation)
-        record = cache_key | {
-            "split": evaluation.split,
-            "dtype": model.dtype,
-            "rope_percentage": model.rope_percentage,
-            "rotated_pairs": rotated_pairs(model),
-        }
-        run_identity = {"init_hash": run.init_hash, "workdir": str(run.workdir)}
-        where = f"{evaluation.seq_len} tokens a window of {evaluation.dataset}"
-        description = f"step {run.step} of {run.workdir}, {where}"
-
-        def find(cache_key=cache_key) -> dict | None:
-            known = [record for path in files for record in read_jsonl(path)]
-            return find_evaluation(known, **cache_key)
-
-        cached = None if options.again else processes.call_on_first(find)
-        if cached:
-            log.info("%s is in %s", description, file)
-            yield record | cached | run_identity
-            continue
-        log.info("evaluating %s, in %s; %s", description, model.dtype, describe(model))
-        advise_dtype(model.dtype)
-        if params is None:
-            check_folder(folder, options.output)
-            # Without --step, those of the newest undamaged checkpoint.
-            run, params = run.first_undamaged(Run.params)
-            record["step"] = run.step
-        result = evaluation.evaluate(params, sharding.make_mesh(), sums_folder(folder, record))
-        record |= fields | result | run_identity
-        if processes.is_first():
-            append_jsonl(folder / file, record)
-        yield record
+            cached = None if options.again else processes.call_on_first(find)
+            if cached:
+                log.info("%s is in %s", description, file)
+                yield record | cached | run_identity
+                continue
+            log.info("evaluating %s, in %s; %s", description, model.dtype, describe(model))
+            advise_dtype(model.dtype)
+            if params is None:
+                check_folder(folder, options.output)
+                # Without --step, those of the newest undamaged checkpoint.
+                run, params = run.first_undamaged(Run.params)
+                record["step"] = run.step
+            result = evaluation.evaluate(params, sharding.make_mesh(), sums_folder(folder, record))
+            record |= fields | result | run_identity
+            if processes.is_first():
+                append_jsonl(folder / file, record)
+            yield record

@@ -47,17 +47,24 @@ def define_flags(file: str) -> None:
     flags.DEFINE_integer("batch_size", None, at_a_time, lower_bound=1)
     lengths = "tokens: numbers, or multiples of the training length, as in 512,2x,8x; 1x by default"
     flags.DEFINE_string("seq_len", None, lengths)
-    scaling = "rescale the encoding without training, for longer text; yarn scales the logits too. "
-    scaling += "A run that has the same scaling keeps its factor, times --factor"
-    flags.DEFINE_enum("encoding", None, ENCODINGS, scaling)
-    bands = "stop, remove or interpolate bands of pairs, as in stop:16-19,remove:0-3+9; without a "
-    bands += (
-        "band, every eighth of the pairs in turn. @full, @sliding, @3 or @0-5 names layers, as "
+    flags.DEFINE_enum(
+        "encoding",
+        None,
+        ENCODINGS,
+        "rescale the encoding without training, for longer text; yarn scales the logits too. "
+        "A run that has the same scaling keeps its factor, times --factor",
     )
-    bands += "in stop:64-127@full"
-    flags.DEFINE_string("intervene", None, bands)
-    factor = "of --encoding or --intervene=interpolate: how many times longer the text is than in "
-    factor += "training; by default --seq_len over the training's, of dynamic 1"
+    flags.DEFINE_string(
+        "intervene",
+        None,
+        "stop, remove or interpolate bands of pairs, as in stop:16-19,remove:0-3+9; without a "
+        "band, every eighth of the pairs in turn. @full, @sliding, @3 or @0-5 names layers, as "
+        "in stop:64-127@full",
+    )
+    factor = (
+        "of --encoding or --intervene=interpolate: how many times longer the text is than in "
+        "training; by default --seq_len over the training's, of dynamic 1"
+    )
     flags.DEFINE_float("factor", None, factor, lower_bound=1.0)
     define_dtype()
     flags.DEFINE_boolean("again", False, f"recompute what {file} has")
@@ -68,9 +75,13 @@ def define_flags(file: str) -> None:
 
 def define_dtype() -> None:
     """Defines --dtype."""
-    computed = "in which the model is computed; by default what the run's or the checkpoint's "
-    computed += "config.json has"
-    flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], computed)
+    flags.DEFINE_enum(
+        "dtype",
+        None,
+        ["float32", "bfloat16"],
+        "in which the model is computed; by default what the run's or the checkpoint's "
+        "config.json has",
+    )
 
 
 def from_flags(kind: type[Options]) -> Options:

@@ -127,8 +127,7 @@ def write_sums(folder: epath.Path, record: dict, sums: Sums, **others: np.ndarra
     """Writes the sums of an evaluation, and other arrays, into its `sums_folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     loss = sums.loss.astype(np.float32)
-    tokens = sums.tokens.astype(np.int32)
-    sums = sums._replace(loss=loss, tokens=tokens)
+    sums = sums._replace(loss=loss, tokens=sums.tokens.astype(np.int32))
     file = io.BytesIO()
     np.savez_compressed(file, **sums._asdict(), **others)
     write_atomic(_path(folder, record), file.getvalue())

@@ -135,8 +135,7 @@ def _mean_of_source(loss, tokens) -> tuple[float, float | None]:
         return mean, None
     left_out = (loss.sum() - loss) / (tokens.sum() - tokens)
     squares = (left_out - left_out.mean()) ** 2
-    variance = (C - 1) / C * squares.sum()
-    return mean, float(np.sqrt(variance))
+    return mean, float(np.sqrt((C - 1) / C * squares.sum()))
 
 
 def over_documents(
@@ -176,10 +175,11 @@ def over_documents(
     weights = np.array([shares[s] for s in used])
     for s, weight in zip(used, weights / weights.sum(), strict=True):
         rows = (source == s) & (tokens > 0)
-        weight_of = tokens[rows] / tokens[rows].sum()
-        means = loss[:, rows].sum(axis=1) / tokens[rows].sum()
+        counted = tokens[rows].sum()
+        weight_of = tokens[rows] / counted
+        means = loss[:, rows].sum(axis=1) / counted
         # What a document adds to the mean of each seed; then without what seeds and documents add.
-        added = loss[:, rows] / tokens[rows].sum() - np.outer(means, weight_of)
+        added = loss[:, rows] / counted - np.outer(means, weight_of)
         left = added - added.mean(axis=0)
         S, C = left.shape
         of_both += weight**2 * (left**2).sum() / (S * (S - 1)) * C / (C - 1)

@@ -6,6 +6,7 @@ Axes: B prompts, T length, C candidates, A tokens of an answer, R trials.
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -52,21 +53,20 @@ def guess(text: str, candidates: list[str]) -> dict[str, float]:
     present = [candidate for candidate in candidates if candidate in text]
     if not present:
         return dict.fromkeys(("chance", "uniform", "first", "last"), chance)
-    first = min(present, key=text.find)
-    last = max(present, key=text.rfind)
     return {
         "chance": chance,
         "uniform": (right in present) / len(present),
-        "first": float(first == right),
-        "last": float(last == right),
+        "first": float(min(present, key=text.find) == right),
+        "last": float(max(present, key=text.rfind) == right),
     }
 
 
 def best_guess(trials: list[Trial]) -> dict:
     """Finds the rule that is right most often; returns `guess`, its share, and `guess_rule`."""
-    shares = {}
-    for rule in trials[0].guesses:
-        shares[rule] = float(np.mean([trial.guesses[rule] for trial in trials]))
+    shares = {
+        rule: float(np.mean([trial.guesses[rule] for trial in trials]))
+        for rule in trials[0].guesses
+    }
     rule = max(shares, key=shares.get)
     return {"guess": shares[rule], "guess_rule": rule}
 
@@ -82,12 +82,8 @@ def encode(tokenizer: Tokenizer, task: str, prompt: Prompt) -> Trial:
         whole = tokenizer.encode((prompt.text + text).encode())
         answer = whole[len(tokens) :]
         if not len(answer) or not np.array_equal(whole[: len(tokens)], tokens):
-            raise usage_error(
-                "--tasks",
-                task,
-                f"the tokenizer joins the prompt's end, {prompt.text[-20:]!r}, and {text!r}",
-                _REMEDY,
-            )
+            problem = f"the tokenizer joins the prompt's end, {prompt.text[-20:]!r}, and {text!r}"
+            raise usage_error("--tasks", task, problem, _REMEDY)
         return answer
 
     kind_of = {}
@@ -97,17 +93,9 @@ def encode(tokenizer: Tokenizer, task: str, prompt: Prompt) -> Trial:
     kind_of.pop(prompt.answer, None)
     wanted = min(len(kind_of), _FOILS)
     right = encode_answer(prompt.answer)
-    foils = []
-    kinds = []
-    shown = [prompt.answer]
-    for text, kind in kind_of.items():
-        if len(foils) == wanted:
-            break
-        foil = encode_answer(text)
-        if len(foil) == len(right):
-            foils.append(foil)
-            kinds.append(kind)
-            shown.append(text)
+    encoded = ((text, encode_answer(text)) for text in kind_of)
+    fitting = ((text, foil) for text, foil in encoded if len(foil) == len(right))
+    foils = dict(itertools.islice(fitting, wanted))
     if len(foils) < wanted:
         raise usage_error(
             "--tasks",
@@ -115,12 +103,11 @@ def encode(tokenizer: Tokenizer, task: str, prompt: Prompt) -> Trial:
             f"{len(foils)} of {wanted} wrong answers have as many tokens as {prompt.answer!r}",
             _REMEDY,
         )
-    before = prompt.text[: prompt.source]
-    distance = len(tokens) - len(tokenizer.encode(before.encode()))
+    distance = len(tokens) - len(tokenizer.encode(prompt.text[: prompt.source].encode()))
     tokens = np.append(np.int32(tokenizer.special.start), tokens)
-    candidates = np.stack([right, *foils])
-    guesses = guess(prompt.text, shown)
-    return Trial(tokens, candidates, kinds, distance, guesses)
+    candidates = np.stack([right, *foils.values()])
+    kinds = [kind_of[text] for text in foils]
+    return Trial(tokens, candidates, kinds, distance, guess(prompt.text, [prompt.answer, *foils]))
 
 
 @functools.cache
@@ -151,8 +138,7 @@ def _make_score(config: FrozenConfigDict, num_ids: int, mesh: Mesh):
         logprobs, exact = jax.lax.map(score_candidate, candidates)
         return {"logprobs": logprobs.T, "exact": exact[0]}
 
-    replicated = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(score, out_shardings=replicated)
+    return jax.jit(score, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def score_trials(
@@ -176,9 +162,8 @@ def score_trials(
         }
         for i, row in enumerate(rows):
             tokens, candidates, *_ = trials[min(row, R - 1)]
-            length = len(tokens)
-            batch["lengths"][i] = length
-            batch["tokens"][i, :length] = tokens
+            batch["lengths"][i] = len(tokens)
+            batch["tokens"][i, : len(tokens)] = tokens
             size = candidates.shape[1]
             batch["candidates"][i, :, :size] = candidates
             batch["answer_lengths"][i] = size
