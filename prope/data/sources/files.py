@@ -13,14 +13,13 @@ import io
 import itertools
 import json
 import math
-import operator
 import os
 import pathlib
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import fsspec
 from etils import epath
@@ -31,6 +30,7 @@ from prope.data.sources.base import (
     Document,
     Source,
     TextRule,
+    bad_row,
     check_utf8,
     chunk_bytes,
     cut_words,
@@ -61,7 +61,7 @@ _ABOUT = re.compile(
 # Words in a file's path that name its split.
 _SPLIT = re.compile(
     r"(?<![a-z])(?:(?P<train>train(?:ing)?)|(?P<validation>valid(?:ation)?|val|dev)"
-    r"|(?P<test>test(?:ing)?|eval(?:uation)?))(?![a-z])"
+    r"|(?P<test>test(?:ing)?|eval(?:uation)?))(?![a-z])|\Z"
 )
 
 
@@ -137,7 +137,9 @@ def _list_folder(folder: epath.Path) -> _Found:
                     roots.append(str(path))
             paths += [pathlib.Path(parent, name) for name in names]
     for path in sorted(paths, key=lambda path: (path.is_symlink(), path)):
-        reason = _reason_against(path.name) or _reason_against_kind(path)
+        reason = _reason_against(path.name)
+        if not reason and not path.is_file():
+            reason = "pipes or devices" if path.exists() else "broken links"
         if not reason and _seen_before(path, seen):
             reason = "linked twice"
         size = path.stat().st_size if path.exists() else 0
@@ -175,12 +177,6 @@ def _reason_against(name: str) -> str:
     return f"ending in {ending}" if ending.isprintable() and ending else "without an ending"
 
 
-def _reason_against_kind(path: pathlib.Path) -> str:
-    if path.is_file():
-        return ""
-    return "pipes or devices" if path.exists() else "broken links"
-
-
 def _check_listing(folder: epath.Path, found: _Found) -> None:
     """Logs how many files are read; raises UsageError if none is, or less than is left out."""
     reasons = collections.Counter(file.reason for file in found.values() if file.reason)
@@ -208,10 +204,7 @@ def _named_splits(folder: epath.Path, files: list[str]) -> dict[str, str]:
     Where there is no validation, test is taken for it. Names count only if some are of training
     text and some are not; files without a split are then training text.
     """
-    splits = {}
-    for file in files:
-        match = _SPLIT.search(file.lower())
-        splits[file] = match.lastgroup if match else ""
+    splits = {file: _SPLIT.search(file.lower()).lastgroup or "" for file in files}
     kinds = set(splits.values())
     held_out = "validation" if "validation" in kinds else "test"
     if not {"train", held_out} <= kinds:
@@ -292,14 +285,13 @@ def _read_texts(paths: tuple[epath.Path, ...], separator: bytes) -> Iterator[Doc
         try:
             yield from _read_text(path, separator)
         except UsageError as error:
-            yield Document(b"", bad=(str(path), str(error)))
+            yield bad_row(path, error)
 
 
 def _read_text(path: epath.Path, separator: bytes) -> Iterator[Document]:
     """Yields the texts between separators, those above PART_BYTES in parts."""
     rest = b""
-    read = operator.methodcaller("read", PART_BYTES)
-    for _, block in _read_blocks(path, 0, math.inf, read):
+    for _, block in _read_blocks(path, 0, math.inf, PART_BYTES):
         *texts, rest = (rest + block).split(separator) if separator else [rest + block]
         for text in texts:
             yield _text_document(text, separator)
@@ -321,26 +313,25 @@ def _read_json_lines(
 ) -> Iterator[Document]:
     """Yields the documents of the lines that start at the bytes start .. stop - 1."""
     first = 0  # number of the line at `start`, which is counted for an error only
-    lines = _read_blocks(path, start, stop, operator.methodcaller("readline"))
     try:
-        for count, (offset, line) in enumerate(lines):
+        for count, (offset, line) in enumerate(_read_blocks(path, start, stop)):
             if not line.strip():
                 continue
             try:
                 yield _json_document(line, rule)
             except UsageError as error:
                 first = first or _line_number(path, offset) - count
-                yield Document(b"", bad=(f"{path} line {first + count}", str(error)))
+                yield bad_row(f"{path} line {first + count}", error)
     except UsageError as error:
-        yield Document(b"", bad=(str(path), str(error)))
+        yield bad_row(path, error)
 
 
 def _read_blocks(
-    path: epath.Path, start: int, stop: float, read: Callable[[Any], bytes]
+    path: epath.Path, start: int, stop: float, size: int = 0
 ) -> Iterator[tuple[int, bytes]]:
-    """Yields (offset, bytes) of what `read` reads of the file, from start .. stop - 1 on.
+    """Yields (offset, bytes) of the lines of the file that begin at start .. stop - 1.
 
-    A block that begins before `start` is left out: `read` reads lines, or `start` is 0.
+    With `size` they are blocks of so many bytes, and `start` is 0.
     """
     offset = max(start - 1, 0)
     with _retry(path, functools.partial(_open, path)) as file:
@@ -348,7 +339,7 @@ def _read_blocks(
         def next_block() -> bytes:
             if file.tell() != offset:  # at the beginning, or a read has failed within the block
                 file.seek(offset)
-            return read(file)
+            return file.read(size) if size else file.readline()
 
         if start:  # the rest of a line that starts before
             offset += len(_retry(path, next_block))

@@ -42,7 +42,7 @@ class SplitRule(NamedTuple):
         return list(cut_text(text, limit, functools.partial(_find_cut, text)))
 
     def parts(self, document: Document, split: str) -> Iterator[tuple[str, bytes]]:
-        """Yields (split, text) of each part of a document; `split` is that of its chunk."""
+        """Yields (split, text) of what a store holds of a document; `split`: that of its chunk."""
 
         def find_split(piece: bytes) -> str:
             return SPLITS[hash_text(document.split_by or piece) in self.held_out]
@@ -52,6 +52,8 @@ class SplitRule(NamedTuple):
             return
         for split, pieces in itertools.groupby(self.pieces(document), find_split):
             yield split, b"".join(pieces)
+        if self.total:
+            yield "all", document.text
 
 
 def hash_text(text: bytes) -> int:

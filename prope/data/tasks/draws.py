@@ -127,11 +127,10 @@ class Draw:
     def words(self, count: int, syllables: int = 2) -> list[str]:
         """Draws distinct words of no language, of two letters a syllable."""
         base = len(_SYLLABLES)
-        words = []
-        for number in self.distinct(base**syllables, count):
-            digits = (number // base**k % base for k in range(syllables))
-            words.append("".join(_SYLLABLES[digit] for digit in digits))
-        return words
+        return [
+            "".join(_SYLLABLES[number // base**k % base] for k in range(syllables))
+            for number in self.distinct(base**syllables, count)
+        ]
 
     def names(self, count: int, double: bool = False) -> list[str]:
         """Draws distinct names: a word or a capital letter, of which there are 26; or two."""

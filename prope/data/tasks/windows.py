@@ -111,12 +111,12 @@ class GeneratedWindows:
         windows = [self.window(int(index)) for index in indices]
         task = np.stack([window.task for window in windows])
         distance = np.stack([window.distance for window in windows])
-        octave = 2 ** (np.frexp(distance)[1] - 1.0)
+        octaves = 1 << np.frexp(distance)[1] >> 1  # the power of two that each begins with
         by_distance = []
         for number in np.unique(task[task >= 0]).tolist():
             name = self._tasks.NAMES[number]
-            starts = distance if name == "copy" else octave
-            for start in np.unique(starts[task == number]).astype(int).tolist():
+            starts = distance if name == "copy" else octaves
+            for start in np.unique(starts[task == number]).tolist():
                 answers = correct[(task == number) & (starts == start)]
                 by_distance.append(
                     {
