@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 import zlib
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import NamedTuple
 
 from prope.data.sources.base import Document, Source, cut_text
@@ -33,13 +33,13 @@ class SplitRule(NamedTuple):
         """The splits of the store: if documents are cut, all of them are there whole, too."""
         return (*SPLITS, "all") if self.total else SPLITS
 
-    def pieces(self, document: Document) -> list[bytes]:
+    def pieces(self, document: Document) -> Iterable[bytes]:
         """Cuts a long document."""
         text = document.text
         if not self.total or 16 * len(text) < self.total or document.prompt_bytes:
             return [text]
         limit = max(self.total // 256, min(self.total // 16, 256), 4)  # a character has up to 4
-        return list(cut_text(text, limit, functools.partial(_find_cut, text)))
+        return cut_text(text, limit, functools.partial(_find_cut, text))
 
     def parts(self, document: Document, split: str) -> Iterator[tuple[str, bytes]]:
         """Yields (split, text) of what a store holds of a document; `split`: that of its chunk."""
