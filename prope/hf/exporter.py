@@ -79,6 +79,7 @@ def _lines(data: ConfigDict) -> Iterator[bytes]:
     for _, source in (*weighted_sources(data), (1, default_config().data)):
         with contextlib.suppress(RunFailed, UsageError):  # not here any more, or generated
             is_far = is_url(source.data_dir) or source.store  # a store needs no text
-            documents = [] if is_far else find_source(source).documents()
-            lines = itertools.chain.from_iterable(map(split_lines, documents))
+            chunks = () if is_far else find_source(source).chunks
+            texts = (document.text for chunk in chunks for document in chunk.read())
+            lines = itertools.chain.from_iterable(map(split_lines, texts))
             yield from itertools.islice(lines, 5_000)

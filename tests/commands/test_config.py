@@ -340,7 +340,10 @@ MAY_CHANGE = {
     *("accumulation", "on_nonfinite", "log_every", "eval_every", "checkpoint_every"),
     *("watchdog_minutes", "profile"),
     *(f"model.{name}" for name in ("attention", "global_attention", "remat", "scan_layers")),
-    *(f"data.{name}" for name in ("data_dir", "cache_dir", "store", "num_workers", "stop_ids")),
+    *(
+        f"data.{name}"
+        for name in ("data_dir", "cache_dir", "store", "num_workers", "stop_ids", "max_bad_rows")
+    ),
     *(f"checkpoint.{name}" for name in ("max_to_keep", "keep_every", "every_minutes")),
     *("eval.batch_size", "eval.max_windows"),
     *(f"mesh.{name}" for name in ("data", "context", "tensor", "gather")),

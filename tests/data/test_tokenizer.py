@@ -675,7 +675,7 @@ def test_autotokenizer_gives_the_ids_of_both_kinds(model, config, tmp_path, name
     folder, ours = exported_with(tmp_path, model[0], **CLASSES[name])
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     assert len(theirs) == ours.vocab_size == 330
-    texts = [text.decode() for text in find_source(config.data).documents()]
+    texts = [document.text.decode() for document in find_source(config.data).documents()]
     for text in [*texts[:50], *TEXTS, "    a\n\n\tb"]:
         text = text.replace("▁", " ")
         ids = ours.encode(text.encode()).tolist()

@@ -160,6 +160,6 @@ def test_what_cannot_be_sampled(places, flags, named, monkeypatch):
 
 def test_a_refusal_ends_the_command_with_2_before_a_device_is_touched(places, run_command):
     flags = (f"--workdir={places / 'run'}", "--prompt=x", "--top_p=0")
-    outcome = run_command("prope.sample", *flags, JAX_PLATFORMS="none")
+    outcome = run_command("prope.sample", *flags, JAX_PLATFORMS="cpu,none")
     assert outcome.code == 2
     assert "--top_p" in outcome.error

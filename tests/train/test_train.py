@@ -242,7 +242,7 @@ def check_refused(outcome, name, workdir):
 
 def test_bad_input_gets_one_line_before_a_device_is_touched(train, run_command, tmp_path):
     """On a platform that does not exist: touching a device would be another error."""
-    nowhere = {"JAX_PLATFORMS": "none"}
+    nowhere = {"JAX_PLATFORMS": "cpu,none"}  # JAX has no such device
     workdir = tmp_path / "run"
     for argument, name in REFUSED:
         check_refused(train(workdir, argument, **nowhere), name, workdir)
