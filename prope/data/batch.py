@@ -12,8 +12,6 @@ Batch = dict[str, np.ndarray]
 def padding(rows: int, seq_len: int) -> Batch:
     """Returns windows without weights, to fill up a batch; the id of padding is 0."""
     shape = (rows, seq_len)
-    batch = {}
-    for name in ("tokens", "targets", "positions", "segment_ids"):
-        batch[name] = np.zeros(shape, np.int32)
-    batch["weights"] = np.zeros(shape, np.float32)
-    return batch
+    names = ("tokens", "targets", "positions", "segment_ids")
+    batch = {name: np.zeros(shape, np.int32) for name in names}
+    return batch | {"weights": np.zeros(shape, np.float32)}

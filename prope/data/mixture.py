@@ -120,22 +120,17 @@ class Mixture:
         """Returns the index of the window of a training example."""
         cycle, place = divmod(example, len(self._order))
         source = self._order[place]
-        earlier_cycles = cycle * self._examples_per_cycle[source]
-        source_example = earlier_cycles + int(self._ranks[place])
-        index = self.sources[source].window_index(source_example, seed)
-        return self._offsets[source] + index
+        source_example = cycle * self._examples_per_cycle[source] + int(self._ranks[place])
+        return self._offsets[source] + self.sources[source].window_index(source_example, seed)
 
     def read(self, indices) -> Batch:
         """Reads the windows with these indices, in this order, as `Windows.read` does."""
         batch = padding(len(indices), self.seq_len)
-        rows_by_source: dict[int, list[int]] = {}
-        for row, index in enumerate(indices):
-            source = bisect.bisect(self._offsets, index) - 1
-            rows_by_source.setdefault(source, []).append(row)
-        for source, rows in rows_by_source.items():
+        sources = np.array([bisect.bisect(self._offsets, index) - 1 for index in indices])
+        for source in np.unique(sources):
+            rows = np.flatnonzero(sources == source)
             offset = self._offsets[source]
-            source_indices = [indices[row] - offset for row in rows]
-            windows = self.sources[source].read(source_indices)
+            windows = self.sources[source].read([indices[row] - offset for row in rows])
             for name, values in windows.items():
                 batch[name][rows] = values
         return batch
@@ -144,10 +139,9 @@ class Mixture:
         """Returns beginnings of documents, about equally many of every source."""
         starts = []
         for number, windows in enumerate(self.sources):
-            turns = range(number, count, len(self.sources))
-            source_count = len(turns)
-            if source_count:
-                starts += windows.document_starts(source_count)
+            turns = len(range(number, count, len(self.sources)))
+            if turns:
+                starts += windows.document_starts(turns)
         return starts
 
 
@@ -155,8 +149,7 @@ def _predicted_share(data: ConfigDict, vocab_size: int, store: Store) -> float:
     """Computes which share of a source's tokens is predicted; if generated, from 64 windows."""
     if is_generated(data.dataset):
         windows = GeneratedWindows(data, vocab_size, "validation")
-        weights = windows.read(range(64))["weights"]
-        return float(weights.mean())
+        return float(windows.read(range(64))["weights"].mean())
     tokens = store.count("tokens", "train")
     return store.targets("train") / max(tokens, 1)
 

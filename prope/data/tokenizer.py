@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,8 +66,7 @@ class SpecialIds(NamedTuple):
 
         So a document is <bos>, text, <eos>; or the separator, text.
         """
-        ids = (self.bos, self.separator, self.eos)
-        return next(i for i in ids if i is not None)
+        return _first((self.bos, self.separator, self.eos))
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -79,6 +79,11 @@ class SpecialIds(NamedTuple):
 
 
 GEMMA_IDS = SpecialIds(pad=0, eos=1, bos=2, unk=3)
+
+
+def _first(ids: Iterable[int | None]) -> int | None:
+    """Returns the first id that is not None, if any."""
+    return next((i for i in ids if i is not None), None)
 
 
 class ByteTokenizer:
@@ -111,9 +116,8 @@ class SentencePieceTokenizer:
         self.fingerprint = hashlib.sha256(model).hexdigest()
         space = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
         first_piece = self.processor.id_to_piece(self.processor.encode("a")[0])
-        self.adds_space = first_piece.startswith(SPACE)  # before every text
         # None: the model does not fall back on bytes, or would add a space for each.
-        is_lossy = self.special.unk in space or self.adds_space
+        is_lossy = self.special.unk in space or first_piece.startswith(SPACE)
         self._space = None if is_lossy else space
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -157,7 +161,7 @@ class JsonTokenizer:
         } - {*borders, self.special.unk}
         ids = self.tokenizer.get_vocab().values()
         self.vocab_size = max(ids) + 1
-        self.text_size = max(i for i in ids if i not in unused) + 1
+        self.text_size = max(set(ids) - unused) + 1
         identity = {name: values.get(name) for name in _DECIDES_IDS} | {"special": self.special}
         identity = json.dumps(identity, sort_keys=True).encode()
         self.fingerprint = hashlib.sha256(identity).hexdigest()
@@ -172,8 +176,8 @@ class JsonTokenizer:
 
     def decode(self, ids) -> str:
         """Decodes ids; those of padding and borders are left out, broken UTF-8 becomes U+FFFD."""
-        ids = [int(i) for i in ids if 0 <= i < self.vocab_size]
-        shown = [i for i in ids if i not in self._borders]
+        known = range(self.vocab_size)
+        shown = [i for i in map(int, ids) if i in known and i not in self._borders]
         return self.tokenizer.decode(shown, skip_special_tokens=False)
 
 
@@ -258,8 +262,7 @@ def _special_ids_beside(path: str, tokenizer, model: dict, beside: dict[str, dic
             first = ids[0] if isinstance(ids, list) and ids else ids
             if type(first) is int and first >= 0 and tokenizer.id_to_token(first):
                 found.append(first)
-        found += map(tokenizer.token_to_id, _NAMES[role])
-        return next((i for i in found if i is not None), None)
+        return _first([*found, *map(tokenizer.token_to_id, _NAMES[role])])
 
     eos = find("eos")
     if eos is None:
@@ -271,10 +274,8 @@ def _special_ids_beside(path: str, tokenizer, model: dict, beside: dict[str, dic
     unk = model.get("unk_id")
     if isinstance(model.get("unk_token"), str):
         unk = tokenizer.token_to_id(model["unk_token"])
-    separator = None
-    if bos is None:
-        known = [i for i in map(tokenizer.token_to_id, _SEPARATORS) if i is not None]
-        separator = known[0] if known and eos not in known else None
+    separators = [tokenizer.token_to_id(name) for name in _SEPARATORS]
+    separator = _first(separators) if bos is None and eos not in separators else None
     return SpecialIds(
         pad=eos if pad is None else pad,
         eos=eos,

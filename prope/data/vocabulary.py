@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from prope.data.sources.base import check_bad_rows, cut_text
 from prope.data.sources.find import find_source, weighted_sources
-from prope.data.store.split import find_rule
+from prope.data.store.split import find_rule, hash_text
 from prope.data.tokenizer import GEMMA_IDS, load_tokenizer
 from prope.errors import first_line, log, usage_error
 from prope.runtime.files import is_url, write_output
@@ -45,8 +45,7 @@ def train_tokenizer(
     lines = []
     train_bytes = 0
     for weight, data in weighted_sources(config.data):
-        documents = _train_documents(data)
-        sampled, num_bytes = sample(documents, int(sample_bytes * weight))
+        sampled, num_bytes = sample(_train_documents(data), int(sample_bytes * weight))
         lines += sampled
         train_bytes += num_bytes
     size = sum(map(len, lines))
@@ -99,7 +98,7 @@ def sample(documents: Iterable[bytes], max_bytes: int) -> tuple[list[bytes], int
         for index, line in enumerate(split_lines(document)):
             # With the index, so that a repeated line is sampled as often as it occurs.
             place = b"%b %d" % (document_hash, index)
-            line_hash = int.from_bytes(hashlib.blake2b(place, digest_size=8).digest())
+            line_hash = hash_text(place)
             if line_hash < limit:
                 heapq.heappush(heap, (-line_hash, line))
                 size += len(line)

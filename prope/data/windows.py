@@ -77,10 +77,8 @@ class Windows:
             is_predicted &= ~is_start
         begun = np.cumsum(is_start, axis=1, dtype=np.int32)
         began_before = ~is_start[:, :1]
-        segment_ids = begun + began_before
-        segment_ids = np.where(is_token, segment_ids, 0)
-        positions = np.arange(T, dtype=np.int32)
-        positions = np.tile(positions, (len(stream), 1))
+        segment_ids = np.where(is_token, begun + began_before, 0)
+        positions = np.tile(np.arange(T, dtype=np.int32), (len(stream), 1))
         if self._mask_documents:
             starts = np.where(is_start[:, :-1], positions, 0)
             positions -= np.maximum.accumulate(starts, axis=1)
@@ -97,12 +95,8 @@ class Windows:
     def _read_stream(self, indices) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Reads tokens [B, T + 1], which of them are no padding, and which are of a prompt."""
         T = self.seq_len
-        spans = []
-        for index in indices:
-            start = int(index) * T
-            stop = min(start + T + 1, self.length)
-            spans.append((start, stop))
-        rows = self._read_tokens(spans)
+        starts = [int(index) * T for index in indices]
+        rows = self._read_tokens([(start, min(start + T + 1, self.length)) for start in starts])
         stream = np.full((len(rows), T + 1), self.store.special.pad, np.int32)
         is_token = np.zeros(stream.shape, bool)
         is_prompt = np.zeros(stream.shape, bool)
@@ -128,12 +122,8 @@ class Windows:
         first document with T tokens that begins there, or of the longest one if there is none.
         """
         cuts = [self.length * number // count for number in range(count + 1)]
-        starts = []
-        for start, stop in itertools.pairwise(cuts):
-            tokens = self._document_start(start, stop)
-            if len(tokens):
-                starts.append(tokens)
-        return starts
+        starts = [self._document_start(start, stop) for start, stop in itertools.pairwise(cuts)]
+        return [tokens for tokens in starts if len(tokens)]
 
     def _document_start(self, start: int, stop: int) -> np.ndarray:
         longest = np.zeros(0, np.int32)
@@ -143,13 +133,11 @@ class Windows:
             (elements,) = self._read_tokens([(first, end)])
             tokens, _ = self.store.decode(elements)
             starts = np.flatnonzero(tokens == self.store.special.start)
-            borders = [*starts, len(tokens)]
-            for begin, end in itertools.pairwise(borders):
+            for begin, end in itertools.pairwise([*starts, len(tokens)]):
                 if begin >= last - first:
                     break
                 document = tokens[begin : min(end, begin + self.seq_len)]
-                if len(document) > len(longest):
-                    longest = document
+                longest = max(longest, document, key=len)
                 if len(longest) == self.seq_len:
                     return longest
         return longest
@@ -181,8 +169,7 @@ def train_batch(windows: Windows, seed: int, batch_size: int, step: int, rows=No
     `rows` are those of the B rows that are read, such as the rows of a process; by default all.
     """
     rows = range(batch_size) if rows is None else rows
-    first = step * batch_size
-    examples = [first + int(row) for row in rows]
+    examples = [step * batch_size + int(row) for row in rows]
     indices = [windows.window_index(example, seed) for example in examples]
     batch = windows.read(indices)
     limit = windows.position_range
@@ -203,10 +190,10 @@ def randomise_positions(positions: np.ndarray, limit: int, seed: int, example: i
     seeds = np.random.SeedSequence([seed, example], spawn_key=(1,))
     generator = np.random.Generator(np.random.PCG64(seeds))
     starts = np.flatnonzero(positions == 0)
-    drawn = []
-    for length in np.diff(starts, append=len(positions)):
-        chosen = generator.choice(limit, length, replace=False, shuffle=False)
-        drawn.append(np.sort(chosen))
+    drawn = [
+        np.sort(generator.choice(limit, length, replace=False, shuffle=False))
+        for length in np.diff(starts, append=len(positions))
+    ]
     return np.concatenate(drawn).astype(np.int32)
 
 

@@ -230,7 +230,7 @@ def test_many_documents_are_split_as_before(tmp_path):
     store = open_store(config, 260)
     expected = [text for text in texts if is_validation(text.encode())]
     assert documents_of(store, "validation") == expected
-    assert find_rule(find_source(config), 0.05).long_bytes == 0
+    assert find_rule(find_source(config), 0.05).total == 0
 
 
 def test_text_that_cannot_be_split_can_be_evaluated(tmp_path):

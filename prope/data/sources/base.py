@@ -23,6 +23,11 @@ class Document(NamedTuple):
     bad: tuple[str, str] | None = None  # where it is and why it cannot be read; it has no text
 
 
+def bad_row(where: object, error: UsageError) -> Document:
+    """Returns what stands for a row that cannot be read."""
+    return Document(b"", bad=(str(where), str(error)))
+
+
 class Chunk(NamedTuple):
     """Consecutive documents of a source."""
 
@@ -165,8 +170,6 @@ def cut_words(text: bytes, limit: int) -> Iterator[bytes]:
     """Yields segments of at most `limit` bytes that end after a line or a space."""
 
     def find_cut(start: int, stop: int) -> int:
-        last_line_end = text.rfind(b"\n", start, stop)
-        last_space = text.rfind(b" ", start, stop)
-        return max(last_line_end, last_space) + 1
+        return max(text.rfind(mark, start, stop) for mark in (b"\n", b" ")) + 1
 
     return cut_text(text, limit, find_cut)

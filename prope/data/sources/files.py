@@ -13,14 +13,13 @@ import io
 import itertools
 import json
 import math
-import operator
 import os
 import pathlib
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import fsspec
 from etils import epath
@@ -31,6 +30,7 @@ from prope.data.sources.base import (
     Document,
     Source,
     TextRule,
+    bad_row,
     check_utf8,
     chunk_bytes,
     cut_words,
@@ -61,7 +61,7 @@ _ABOUT = re.compile(
 # Words in a file's path that name its split.
 _SPLIT = re.compile(
     r"(?<![a-z])(?:(?P<train>train(?:ing)?)|(?P<validation>valid(?:ation)?|val|dev)"
-    r"|(?P<test>test(?:ing)?|eval(?:uation)?))(?![a-z])"
+    r"|(?P<test>test(?:ing)?|eval(?:uation)?))(?![a-z])|\Z"
 )
 
 
@@ -72,25 +72,20 @@ def files(folder: epath.Path, rule: TextRule, cache: str) -> Source:
     file, where most of the folder would be left out, or where the rule does not apply.
     """
     found = _list_bucket(folder) if is_url(folder) else _list_folder(folder)
+    found = dict(sorted(found.items(), key=lambda item: item[0].split("/")))
     _check_listing(folder, found)
-    splits = _named_splits(folder, [path for path, file in found.items() if not file.reason])
-    paths = [path for path, split in splits.items() if split != "test"]
-    texts = [path for path in paths if not _is_json_lines(path)]
+    splits = _named_splits(folder, [name for name, file in found.items() if not file.reason])
+    names = [name for name, split in splits.items() if split != "test"]
+    texts = [name for name in names if not _is_json_lines(name)]
     if rule.template and texts:
         problem = "has no fields for config.data.template to name"
-        raise UsageError(f"{texts[0]}: {problem}; keep it in another folder")
+        raise UsageError(f"{folder / texts[0]}: {problem}; keep it in another folder")
     if rule.separator and not texts:
         problem = f"splits .txt files, and {folder} has none"
         raise usage_error("config.data.separator", rule.separator, problem, "remove it")
-    names = [path.relative_to(folder).as_posix() for path in paths]
-    stamps = [found[path].stamp for path in paths]
-    hashes = _hash_files(folder, names, stamps, cache)
-    listing = list(zip(names, hashes, strict=True))
-    identity = {"dataset": "files", "files": listing, **rule.identity, "rule": _RULE}
-    sizes = {
-        path: found[path].size * (_GZIP_RATIO if path.suffix.lower() == ".gz" else 1)
-        for path in paths
-    }
+    hashes = _hash_files(folder, {name: found[name].stamp for name in names}, cache)
+    identity = {"dataset": "files", "files": list(hashes.items()), **rule.identity, "rule": _RULE}
+    sizes = {name: found[name].size * (_GZIP_RATIO if _is_gzip(name) else 1) for name in names}
     chunks = tuple(_chunks(folder, sizes, splits, rule))
     return Source("files", identity, chunks, is_divided=not any(splits.values()))
 
@@ -103,7 +98,7 @@ class _File(NamedTuple):
     reason: str = ""  # why it is not read; empty where it is
 
 
-_Found = dict[epath.Path, _File]
+_Found = dict[str, _File]  # by their paths in the folder
 
 
 def _list_bucket(folder: epath.Path) -> _Found:
@@ -114,8 +109,8 @@ def _list_bucket(folder: epath.Path) -> _Found:
         name = os.path.relpath(path, root)
         marks = [details.get(mark) for mark in ("generation", "md5Hash", "etag", "ETag")]
         stamp = " ".join(str(mark) for mark in marks if mark)
-        found[folder / name] = _File(details["size"], stamp, _reason_against(name))
-    return dict(sorted(found.items()))
+        found[name] = _File(details["size"], stamp, _reason_against(name))
+    return found
 
 
 def _list_folder(folder: epath.Path) -> _Found:
@@ -125,33 +120,31 @@ def _list_folder(folder: epath.Path) -> _Found:
     """
     found = {}
     seen = set()
-    links = []
+    paths = []
     roots = [str(folder)]
     for root in roots:  # which grows
         for parent, folders, names in os.walk(root, onerror=_raise):
             if _seen_before(parent, seen):
-                found[epath.Path(parent)] = _File(reason="linked twice")
+                found[os.path.relpath(parent, folder)] = _File(reason="linked twice")
                 folders.clear()
                 continue
-            for name in filter(_is_hidden, folders):
-                found[epath.Path(parent, name)] = _File(reason="hidden")
-            folders[:] = [name for name in folders if not _is_hidden(name)]
-            below = [os.path.join(parent, name) for name in sorted(folders)]
-            roots += [path for path in below if os.path.islink(path)]
-            for name in names:
-                path = pathlib.Path(parent, name)
-                reason = _reason_against(name) or _reason_against_kind(path)
-                if path.is_symlink() and not reason:
-                    links.append(path)
-                    continue
-                if not reason:
-                    seen.add(os.path.realpath(path))
-                size = path.stat().st_size if path.exists() else 0
-                found[epath.Path(path)] = _File(size, reason=reason)
-    for path in sorted(links):
-        reason = "linked twice" if _seen_before(path, seen) else ""
-        found[epath.Path(path)] = _File(path.stat().st_size, reason=reason)
-    return dict(sorted(found.items()))
+            below = [pathlib.Path(parent, name) for name in sorted(folders)]
+            for path in below:
+                if _is_hidden(path.name):
+                    found[os.path.relpath(path, folder)] = _File(reason="hidden")
+                    folders.remove(path.name)
+                elif path.is_symlink():
+                    roots.append(str(path))
+            paths += [pathlib.Path(parent, name) for name in names]
+    for path in sorted(paths, key=lambda path: (path.is_symlink(), path)):
+        reason = _reason_against(path.name)
+        if not reason and not path.is_file():
+            reason = "pipes or devices" if path.exists() else "broken links"
+        if not reason and _seen_before(path, seen):
+            reason = "linked twice"
+        size = path.stat().st_size if path.exists() else 0
+        found[os.path.relpath(path, folder)] = _File(size, reason=reason)
+    return found
 
 
 def _raise(error: OSError) -> None:
@@ -184,110 +177,106 @@ def _reason_against(name: str) -> str:
     return f"ending in {ending}" if ending.isprintable() and ending else "without an ending"
 
 
-def _reason_against_kind(path: pathlib.Path) -> str:
-    if path.is_file():
-        return ""
-    return "pipes or devices" if path.exists() else "broken links"
-
-
 def _check_listing(folder: epath.Path, found: _Found) -> None:
     """Logs how many files are read; raises UsageError if none is, or less than is left out."""
     reasons = collections.Counter(file.reason for file in found.values() if file.reason)
     shown = [f"{count} {reason}" for reason, count in reasons.most_common(_SHOWN_REASONS)]
     more = " .." if len(reasons) > _SHOWN_REASONS else ""
     why = f" ({', '.join(shown)}{more})" if shown else ""
-    read = [path for path, file in found.items() if not file.reason]
+    read = [name for name, file in found.items() if not file.reason]
     left_out = f"{reasons.total()} left out{why}"
     log_once(f"data: {folder}: {len(read)} files read, {left_out}")
     if not read:
         problem = f"no .txt or .jsonl file (.gz or not) in it or below it; {left_out}"
         raise usage_error("config.data.data_dir", folder, problem)
-    others = [path for path in found if found[path].reason.startswith("ending")]
-    text_bytes, other_bytes = (sum(found[path].size for path in paths) for paths in (read, others))
+    others = [name for name in found if found[name].reason.startswith("ending")]
+    text_bytes, other_bytes = (sum(found[name].size for name in names) for names in (read, others))
     if text_bytes < other_bytes:
-        names = ", ".join(path.relative_to(folder).as_posix() for path in others[:LISTED])
-        problem = f"{text_bytes:,} bytes of text, and {other_bytes:,} bytes left out: {names}"
+        listed = ", ".join(others[:LISTED])
+        problem = f"{text_bytes:,} bytes of text, and {other_bytes:,} bytes left out: {listed}"
         remedy = "move the text into a folder of its own"
         raise usage_error("config.data.data_dir", folder, problem, remedy)
 
 
-def _named_splits(folder: epath.Path, paths: list[epath.Path]) -> dict[epath.Path, str]:
+def _named_splits(folder: epath.Path, files: list[str]) -> dict[str, str]:
     """Returns the split that the path of each file names: train, validation, test, or "".
 
     Where there is no validation, test is taken for it. Names count only if some are of training
     text and some are not; files without a split are then training text.
     """
-    splits = {}
-    for path in paths:
-        match = _SPLIT.search(path.relative_to(folder).as_posix().lower())
-        splits[path] = match.lastgroup if match else ""
+    splits = {file: _SPLIT.search(file.lower()).lastgroup or "" for file in files}
     kinds = set(splits.values())
     held_out = "validation" if "validation" in kinds else "test"
     if not {"train", held_out} <= kinds:
-        return dict.fromkeys(paths, "")
+        return dict.fromkeys(files, "")
     names = {"": "train", held_out: "validation"}
-    splits = {path: names.get(split, split) for path, split in splits.items()}
+    splits = {file: names.get(split, split) for file, split in splits.items()}
     counts = collections.Counter(splits.values())
     listed = ", ".join(f"{count} {split}" for split, count in counts.items())
     log_once(f"data: {folder}: the names of files tell their splits: {listed}; test is not read")
     return splits
 
 
-def _hash_files(folder: epath.Path, names: list[str], stamps: list[str], cache: str) -> list[str]:
+def _hash_files(folder: epath.Path, stamps: dict[str, str], cache: str) -> dict[str, str]:
     """Returns the sha256 of files; those that have stamps are read again when these change."""
     known = {}
-    if any(stamps):
+    has_stamps = any(stamps.values())
+    if has_stamps:
         place = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
         file = as_path("config.data.cache_dir", cache) / f"hashes-{place}.json"
         known = read_json(file) or {}
 
-    def find_hash(name: str, stamp: str) -> str:
-        if stamp and known.get(name, [])[:1] == [stamp]:
+    def find_hash(name: str) -> str:
+        if stamps[name] and known.get(name, [])[:1] == [stamps[name]]:
             return known[name][1]
         return hash_file(folder / name)
 
     with futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        hashes = list(pool.map(find_hash, names, stamps))
-    pairs = [list(pair) for pair in zip(stamps, hashes, strict=True)]
-    stamped = dict(zip(names, pairs, strict=True))
-    if any(stamps) and stamped != known:
+        hashes = dict(zip(stamps, pool.map(find_hash, stamps), strict=True))
+    stamped = {name: [stamp, hashes[name]] for name, stamp in stamps.items()}
+    if has_stamps and stamped != known:
         with contextlib.suppress(OSError):  # a cache that cannot be written: they are read again
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(file, json.dumps(stamped))
     return hashes
 
 
-def _is_json_lines(path: epath.Path) -> bool:
-    return path.name.lower().endswith(_JSON_LINES)
+def _is_json_lines(name: str) -> bool:
+    return name.lower().endswith(_JSON_LINES)
+
+
+def _is_gzip(name: str) -> bool:
+    return name.lower().endswith(".gz")
 
 
 def _chunks(
-    folder: epath.Path, sizes: dict[epath.Path, int], splits: dict[epath.Path, str], rule: TextRule
+    folder: epath.Path, sizes: dict[str, int], splits: dict[str, str], rule: TextRule
 ) -> Iterator[Chunk]:
     """Yields small text files in groups, and large .jsonl files in byte ranges."""
     limit = chunk_bytes(sum(sizes.values()))
     ends = dict(zip(sizes, itertools.accumulate(sizes.values()), strict=True))
 
-    def group_key(path: epath.Path) -> tuple[bool, str, int]:
-        return _is_json_lines(path), splits[path], ends[path] // limit
+    def group_key(name: str) -> tuple[bool, str, int]:
+        return _is_json_lines(name), splits[name], ends[name] // limit
 
     for (is_json_lines, split, _), group in itertools.groupby(sizes, group_key):
-        paths = tuple(group)
+        names = list(group)
         if not is_json_lines:
-            key = f"{paths[0].relative_to(folder)} and {len(paths) - 1} more"
-            size = sum(sizes[path] for path in paths)
+            key = f"{names[0]} and {len(names) - 1} more"
+            size = sum(sizes[name] for name in names)
+            paths = tuple(folder / name for name in names)
             read = functools.partial(_read_texts, paths, rule.separator.encode())
             yield Chunk(key, size, read, split=split)
             continue
-        for path in paths:
-            size = sizes[path]
+        for name in names:
+            size = sizes[name]
             # Gzip cannot be entered in the middle.
-            step = max(size, 1) if path.suffix.lower() == ".gz" else limit
+            step = max(size, 1) if _is_gzip(name) else limit
             for start in range(0, size, step):
                 stop = min(start + step, size)
-                key = f"{path.relative_to(folder)} from byte {start} to {stop}"
+                key = f"{name} from byte {start} to {stop}"
                 end = math.inf if stop == size else stop  # gzipped, its size is a guess
-                read = functools.partial(_read_json_lines, path, rule, start, end)
+                read = functools.partial(_read_json_lines, folder / name, rule, start, end)
                 yield Chunk(key, stop - start, read, split=split)
 
 
@@ -296,14 +285,13 @@ def _read_texts(paths: tuple[epath.Path, ...], separator: bytes) -> Iterator[Doc
         try:
             yield from _read_text(path, separator)
         except UsageError as error:
-            yield Document(b"", bad=(str(path), str(error)))
+            yield bad_row(path, error)
 
 
 def _read_text(path: epath.Path, separator: bytes) -> Iterator[Document]:
     """Yields the texts between separators, those above PART_BYTES in parts."""
     rest = b""
-    read = operator.methodcaller("read", PART_BYTES)
-    for _, block in _read_blocks(path, 0, math.inf, read):
+    for _, block in _read_blocks(path, 0, math.inf, PART_BYTES):
         *texts, rest = (rest + block).split(separator) if separator else [rest + block]
         for text in texts:
             yield _text_document(text, separator)
@@ -325,26 +313,25 @@ def _read_json_lines(
 ) -> Iterator[Document]:
     """Yields the documents of the lines that start at the bytes start .. stop - 1."""
     first = 0  # number of the line at `start`, which is counted for an error only
-    lines = _read_blocks(path, start, stop, operator.methodcaller("readline"))
     try:
-        for count, (offset, line) in enumerate(lines):
+        for count, (offset, line) in enumerate(_read_blocks(path, start, stop)):
             if not line.strip():
                 continue
             try:
                 yield _json_document(line, rule)
             except UsageError as error:
                 first = first or _line_number(path, offset) - count
-                yield Document(b"", bad=(f"{path} line {first + count}", str(error)))
+                yield bad_row(f"{path} line {first + count}", error)
     except UsageError as error:
-        yield Document(b"", bad=(str(path), str(error)))
+        yield bad_row(path, error)
 
 
 def _read_blocks(
-    path: epath.Path, start: int, stop: float, read: Callable[[Any], bytes]
+    path: epath.Path, start: int, stop: float, size: int = 0
 ) -> Iterator[tuple[int, bytes]]:
-    """Yields (offset, bytes) of what `read` reads of the file, from start .. stop - 1 on.
+    """Yields (offset, bytes) of the lines of the file that begin at start .. stop - 1.
 
-    A block that begins before `start` is left out: `read` reads lines, or `start` is 0.
+    With `size` they are blocks of so many bytes, and `start` is 0.
     """
     offset = max(start - 1, 0)
     with _retry(path, functools.partial(_open, path)) as file:
@@ -352,7 +339,7 @@ def _read_blocks(
         def next_block() -> bytes:
             if file.tell() != offset:  # at the beginning, or a read has failed within the block
                 file.seek(offset)
-            return read(file)
+            return file.read(size) if size else file.readline()
 
         if start:  # the rest of a line that starts before
             offset += len(_retry(path, next_block))
@@ -370,9 +357,7 @@ def _json_document(line: bytes, rule: TextRule) -> Document:
         problem = "a JSON array, not an object"
         raise UsageError(f"{problem}; write one object a line, as jq -c '.[]' does")
     try:
-        record = parse_json(line.decode())
-    except UnicodeDecodeError as error:
-        raise UsageError(f"not UTF-8 text (byte {error.start}); convert or remove it") from None
+        record = parse_json(check_utf8(line).decode())
     except ValueError as error:
         problem = f"not a JSON value ({error})"
         raise UsageError(f"{problem}; write one object a line, as jq -c does") from None
@@ -409,9 +394,9 @@ def _line_number(path: epath.Path, offset: int) -> int:
 def _open(path: epath.Path):
     """Opens a file to read its text, as bytes."""
     if not is_url(path):
-        return gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")
+        return gzip.open(path) if _is_gzip(path.name) else path.open("rb")
     file = io.BufferedReader(path.open("rb"), 2**20)
-    return gzip.open(file) if path.suffix.lower() == ".gz" else file
+    return gzip.open(file) if _is_gzip(path.name) else file
 
 
 def _retry(path: epath.Path, read: Callable):

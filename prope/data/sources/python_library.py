@@ -113,8 +113,7 @@ def _docstrings(file: pathlib.Path) -> list[str]:
     except (SyntaxError, ValueError):  # a few files of the library are not meant to be compiled
         return []
     nodes = [node for node in ast.walk(tree) if isinstance(node, _DOCUMENTED)]
-    docstrings = [ast.get_docstring(node) for node in nodes]
-    return [text for text in docstrings if text]
+    return list(filter(None, map(ast.get_docstring, nodes)))
 
 
 def _read_source(files: _Files) -> Iterator[Document]:

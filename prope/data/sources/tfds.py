@@ -14,7 +14,15 @@ import filelock
 import fsspec
 from etils import epath
 
-from prope.data.sources.base import Chunk, Document, Source, TextRule, chunk_bytes, log_once
+from prope.data.sources.base import (
+    Chunk,
+    Document,
+    Source,
+    TextRule,
+    bad_row,
+    chunk_bytes,
+    log_once,
+)
 from prope.errors import RunFailed, UsageError, is_disk_full, nearest, usage_error
 from prope.runtime.files import hash_file, is_special, is_url, local_cache, retry_reads
 
@@ -47,13 +55,14 @@ def tfds_source(name: str, data_dir: epath.Path, rule: TextRule) -> Source:
     for shard, length in zip(shards, split.shard_lengths, strict=True):
         for start in range(0, max(length, 1), step):
             stop = min(start + step, length)
-            chunk = Chunk(
-                key=f"{shard.name} from record {start} to {stop}",
-                num_bytes=(stop - start) * num_bytes // num_records,
-                read=functools.partial(read, shard, length, start, stop),
-                shard=str(shard) if is_url(shard) else "",
+            chunks.append(
+                Chunk(
+                    key=f"{shard.name} from record {start} to {stop}",
+                    num_bytes=(stop - start) * num_bytes // num_records,
+                    read=functools.partial(read, shard, length, start, stop),
+                    shard=str(shard) if is_url(shard) else "",
+                )
             )
-            chunks.append(chunk)
     # Without the file format: the same records in another container are the same documents.
     identity = {
         "dataset": name,
@@ -105,8 +114,8 @@ def _check_content(folder: epath.Path, info, rule: TextRule) -> None:
     """Raises UsageError where a dataset lacks the split, the features or a format that is read."""
     import tensorflow_datasets as tfds
 
-    text_kind = tfds.features.Text
-    texts = [name for name, kind in info.features.items() if isinstance(kind, text_kind)]
+    kinds = info.features.items()
+    texts = [name for name, kind in kinds if isinstance(kind, tfds.features.Text)]
     content = f"it has splits {sorted(info.splits)}, text features {sorted(texts)}"
     if "train" not in info.splits:
         raise UsageError(f"{folder}: needs a split 'train'; {content}")
@@ -181,7 +190,7 @@ def _read(
                     try:
                         yield rule.document(example)
                     except UsageError as error:
-                        yield Document(b"", bad=(f"{shard} record {position + 1}", str(error)))
+                        yield bad_row(f"{shard} record {position + 1}", error)
                 position += 1
             if position != stop:
                 raise EOFError(f"it holds {position} of its {length} records")
@@ -267,9 +276,8 @@ def _version_folder(name: str, data_dir: epath.Path) -> epath.Path:
         raise usage_error("config.data.data_dir", data_dir, problem) from None
     if folder / "dataset_info.json" in entries:
         return folder
-    versions = list_all_versions(folder)  # from the oldest on
-    prepared = [folder / str(v) for v in versions]
-    prepared = [path for path in prepared if (path / "dataset_info.json").is_file()]
+    paths = [folder / str(version) for version in list_all_versions(folder)]  # oldest first
+    prepared = [path for path in paths if (path / "dataset_info.json").is_file()]
     if not prepared:
         reason = f"there is no dataset_info.json in {folder} or in a version below it"
         raise incomplete(name, data_dir, reason)

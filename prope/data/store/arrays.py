@@ -112,11 +112,9 @@ class Store:
 
 def _open_array(path: str, name: str) -> ts.TensorStore:
     spec = _spec(path, name)
-    # A store does not change.
-    spec["recheck_cached_data"] = "open"
-    spec["recheck_cached_metadata"] = "open"
     spec["fill_missing_data_reads"] = False  # what is missing is an error, not padding
-    return ts.open(spec, context=CONTEXT, open=True, read=True).result()
+    # A store does not change.
+    return ts.open(spec, context=CONTEXT, open=True, read=True, recheck_cached="open").result()
 
 
 def prompt_bit(dtype: np.dtype) -> np.integer:
@@ -147,18 +145,14 @@ def integer_shares(weights: Sequence[float]) -> list[int]:
 
     The weights sum to 1.
     """
-    exact = [weight * _SHARE_UNIT for weight in weights]
-    shares = [math.floor(value + 1e-9) for value in exact]
-    missing = _SHARE_UNIT - sum(shares)
-    sources = range(len(exact))
-    most_rounded = sorted(sources, key=lambda source: shares[source] - exact[source])
-    for source in most_rounded[:missing]:
-        shares[source] += 1
-    if min(shares) < 1:
+    exact = np.multiply(weights, _SHARE_UNIT)
+    shares = np.floor(exact + 1e-9).astype(int)
+    most_rounded = np.argsort(shares - exact, kind="stable")
+    shares[most_rounded[: _SHARE_UNIT - shares.sum()]] += 1
+    if shares.min() < 1:
         problem = f"a weight is less than 1/{_SHARE_UNIT} of the sum"
         raise UsageError(f"config.data.mixture: {problem}; remove it, or make it more")
-    divisor = math.gcd(*shares)
-    return [share // divisor for share in shares]
+    return (shares // np.gcd.reduce(shares)).tolist()
 
 
 def find_store(path: str, fingerprint: str | None = None) -> Store | None:
@@ -263,16 +257,14 @@ def write_array(
     folder = kvstore(path)
     spec = _spec(path, split) | {"metadata": _metadata(dtype, size)}
     store = ts.open(spec, context=CONTEXT, create=True, open=True).result()
-    start = 0
     writing = None
-    for shard in _join(arrays, SHARD):
+    for number, shard in enumerate(_join(arrays, SHARD)):
         if folder.read("index.json").result().state == "value":
             raise FileExistsError(path)
         if writing is not None:
             writing.result()
-        stop = start + len(shard)
-        writing = store[start:stop].write(shard)  # while the next one is read
-        start = stop
+        start = number * SHARD
+        writing = store[start : start + len(shard)].write(shard)  # while the next one is read
     if writing is not None:
         writing.result()
 

@@ -211,9 +211,8 @@ def _write_store(
     _log_unknown(index, data.tokenizer)
     if not any(index[split]["documents"] for split in SPLITS):
         raise UsageError(f"{source.name}: has no document with text; add some")
-    index["rule"] = rule
-    index["fingerprint"] = arrays.fingerprint_of(rule)
-    index |= _concatenate(path, data, rule["has_prompts"], chunks, records, split_rule.splits)
+    index |= {"rule": rule, "fingerprint": arrays.fingerprint_of(rule)}
+    index |= _concatenate(path, data, chunks, records, split_rule.splits)
     folder = kvstore(path)
     before = folder.read("index.json").result()
     if before.state != "value":  # nor does it write over one that comes at the same moment
@@ -232,12 +231,7 @@ def _log_unknown(index: dict, tokenizer: str) -> None:
 
 
 def _concatenate(
-    path: str,
-    data: ConfigDict,
-    has_prompts: bool,
-    chunks: pathlib.Path,
-    records: list[dict],
-    splits: tuple[str, ...],
+    path: str, data: ConfigDict, chunks: pathlib.Path, records: list[dict], splits: tuple[str, ...]
 ) -> dict:
     """Writes the two arrays; returns fields of the index.
 
@@ -245,7 +239,7 @@ def _concatenate(
     """
     tokenizer = load_tokenizer(data.tokenizer)
     vocab_size = tokenizer.vocab_size
-    dtype = arrays.element_dtype(vocab_size, has_prompts)
+    dtype = arrays.element_dtype(vocab_size, data.loss_on == "targets")
     counts = {split: np.zeros(vocab_size, np.int64) for split in splits}
 
     def read(split: str) -> Iterator[np.ndarray]:
@@ -262,7 +256,7 @@ def _concatenate(
             counts[split][tokenizer.special.bos] = 0  # never predicted
     smoothed = counts["train"] + 1
     log_frequencies = np.log(smoothed / smoothed.sum())
-    about: dict = {"special_ids": tokenizer.special}
+    about = {"special_ids": tokenizer.special}
     for split in splits:
         total = -(counts[split] * log_frequencies).sum()
         about[UNIGRAM_LOSSES[split]] = float(total / max(counts[split].sum(), 1))
@@ -271,20 +265,18 @@ def _concatenate(
 
 def prepare(config: ConfigDict) -> dict:
     """Prepares every source of a run's config.data; returns what the command prints."""
-    weighted = weighted_sources(config.data)
-    results = [_prepare_source(source, config.model.vocab_size) for _, source in weighted]
+    weights, sources = zip(*weighted_sources(config.data), strict=True)
+    results = [_prepare_source(source, config.model.vocab_size) for source in sources]
     if config.data.dataset != "mixture":
         return results[0]
-    weights = [weight for weight, _ in weighted]
     fingerprints = [result["fingerprint"] for result in results]
-    total: dict = {"store": [result["store"] for result in results]}
-    for name in (*_SIZES, "seconds"):
-        total[name] = sum(result[name] for result in results)
-    total["fingerprint"] = arrays.mixture_fingerprint(weights, fingerprints)
-    total["sources"] = [
-        {"weight": weight, **result} for weight, result in zip(weights, results, strict=True)
-    ]
-    return total
+    pairs = zip(weights, results, strict=True)
+    return {
+        "store": [result["store"] for result in results],
+        **{name: sum(result[name] for result in results) for name in (*_SIZES, "seconds")},
+        "fingerprint": arrays.mixture_fingerprint(weights, fingerprints),
+        "sources": [{"weight": weight, **result} for weight, result in pairs],
+    }
 
 
 def _prepare_source(data: ConfigDict, vocab_size: int) -> dict:
@@ -292,20 +284,23 @@ def _prepare_source(data: ConfigDict, vocab_size: int) -> dict:
     if is_generated(data.dataset):
         log.info("%s is generated while it is read: there is nothing to prepare", data.dataset)
         fingerprint = GeneratedWindows(data, vocab_size, "train").store.fingerprint
-        result: dict = {"store": None} | dict.fromkeys((*_SIZES, "seconds"), 0)
-        return result | {"fingerprint": fingerprint, "prepared": False}
+        sizes = dict.fromkeys((*_SIZES, "seconds"), 0)
+        return {"store": None, **sizes, "fingerprint": fingerprint, "prepared": False}
     start = time.perf_counter()
-    stats: dict = {}
+    stats = {}
     store = open_store(data, vocab_size, stats)
     for split in SPLITS:
         check_split(store, data, split)
     seconds = time.perf_counter() - start
-    result = {"store": store.path, **{name: store.count(name, "all") for name in _SIZES}}
-    result |= {"fingerprint": store.fingerprint, "prepared": bool(stats)}
-    result |= {"seconds": round(seconds, 3), "tokens_per_second": None, "workers": 0}
     tokens = stats.get("tokens")
-    if tokens:
-        result["tokens_per_second"] = round(tokens / seconds)
-        result["workers"] = stats["workers"]
-    result["bad_rows"] = len(store.index.get("bad_rows", ()))
-    return result | {name: store.index[name] for name in (*SPLITS, "empty")}
+    return {
+        "store": store.path,
+        **{name: store.count(name, "all") for name in _SIZES},
+        "fingerprint": store.fingerprint,
+        "prepared": bool(stats),
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(tokens / seconds) if tokens else None,
+        "workers": stats["workers"] if tokens else 0,
+        "bad_rows": len(store.index.get("bad_rows", ())),
+        **{name: store.index[name] for name in (*SPLITS, "empty")},
+    }

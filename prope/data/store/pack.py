@@ -72,12 +72,9 @@ class _SplitFile:
             self.counts["documents"] += 1
             self._write_ids(np.array([_tokenizer.special.start]))
         # Prompt and predicted text are tokenised apart: a token belongs to one or the other.
-        parts = ((text[:prompt_bytes], prompt_bit(_dtype)), (text[prompt_bytes:], 0))
-        for part, mark in parts:
+        for part, mark in ((text[:prompt_bytes], prompt_bit(_dtype)), (text[prompt_bytes:], 0)):
             for segment in cut_words(part, SEGMENT_BYTES):
-                ids = _tokenizer.encode(segment)
-                self._write_ids(ids, mark)
-                self.counts["prompt_tokens"] += len(ids) if mark else 0
+                self._write_ids(_tokenizer.encode(segment), mark)
         self.counts["bytes"] += len(text) - prompt_bytes
 
     def end_document(self) -> None:
@@ -91,6 +88,7 @@ class _SplitFile:
         self._file.write(data)
         self.counts["crc"] = zlib.crc32(data, self.counts["crc"])
         self.counts["tokens"] += len(ids)
+        self.counts["prompt_tokens"] += len(ids) if mark else 0
         self.counts["unk_tokens"] += int(np.count_nonzero(_tokenizer.special.is_unknown(ids)))
 
 
@@ -117,8 +115,6 @@ def pack(chunk: Chunk, folder: pathlib.Path, number: int) -> dict:
             elif _num_bad <= _max_bad:
                 for split, text in _rule.parts(document, chunk.split):
                     files[split].write(text, document.prompt_bytes)
-                if "all" in files:
-                    files["all"].write(document.text, document.prompt_bytes)
             if not document.goes_on:
                 for file in files.values():
                     file.end_document()

@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import NamedTuple
 
 from prope.data.sources.base import Document, Source, cut_text
@@ -25,37 +25,35 @@ _MAX_LINES = 2**20  # of validation text that are looked for in training text
 class SplitRule(NamedTuple):
     """How the documents of a source are split."""
 
-    fraction: float  # of the hashes are held out ..
-    held_out: frozenset[int] | None = None  # or these
-    long_bytes: int = 0  # documents of so many are cut; 0: none is
-    piece_bytes: int = 0  # at most
+    held_out: Container[int]  # hashes of the validation text
+    total: int = 0  # bytes of all documents, of which those of 1/16 of it are cut; 0: none is
 
     @property
     def splits(self) -> tuple[str, ...]:
         """The splits of the store: if documents are cut, all of them are there whole, too."""
-        return (*SPLITS, "all") if self.long_bytes else SPLITS
+        return (*SPLITS, "all") if self.total else SPLITS
 
-    def pieces(self, document: Document) -> list[bytes]:
+    def pieces(self, document: Document) -> Iterable[bytes]:
         """Cuts a long document."""
         text = document.text
-        if not 0 < self.long_bytes <= len(text) or document.prompt_bytes:
+        if not self.total or 16 * len(text) < self.total or document.prompt_bytes:
             return [text]
-        return list(cut_text(text, self.piece_bytes, functools.partial(_find_cut, text)))
+        limit = max(self.total // 256, min(self.total // 16, 256), 4)  # a character has up to 4
+        return cut_text(text, limit, functools.partial(_find_cut, text))
 
     def parts(self, document: Document, split: str) -> Iterator[tuple[str, bytes]]:
-        """Yields (split, text) of each part of a document; `split` is that of its chunk."""
+        """Yields (split, text) of what a store holds of a document; `split`: that of its chunk."""
 
         def find_split(piece: bytes) -> str:
-            number = hash_text(document.split_by or piece)
-            if self.held_out is None:
-                return SPLITS[number < self.fraction * 2**64]
-            return SPLITS[number in self.held_out]
+            return SPLITS[hash_text(document.split_by or piece) in self.held_out]
 
         if split:
             yield split, document.text
             return
         for split, pieces in itertools.groupby(self.pieces(document), find_split):
             yield split, b"".join(pieces)
+        if self.total:
+            yield "all", document.text
 
 
 def hash_text(text: bytes) -> int:
@@ -78,7 +76,7 @@ def _find_cut(text: bytes, start: int, stop: int) -> int:
 
 def find_rule(source: Source, fraction: float) -> SplitRule:
     """Returns the rule that splits a source; reads its documents where they are few."""
-    rule = SplitRule(fraction)
+    rule = SplitRule(range(math.ceil(fraction * 2**64)))
     if not source.is_divided:
         return rule
     few = itertools.islice(source.documents(), _FEW + 1)
@@ -86,21 +84,20 @@ def find_rule(source: Source, fraction: float) -> SplitRule:
     if len(sizes) > _FEW:
         return rule
     total = sum(size for size, _ in sizes)
-    if total and any(goes_on or 16 * size >= total for size, goes_on in sizes):
-        piece_bytes = max(total // 256, min(total // 16, 256), 4)  # a character has up to 4
-        rule = rule._replace(long_bytes=math.ceil(total / 16), piece_bytes=piece_bytes)
+    if any(goes_on or 16 * size >= total for size, goes_on in sizes):
+        rule = rule._replace(total=total)
     counts = collections.Counter(
         hash_text(piece)
         for document in source.documents()
         for piece in rule.pieces(document)
         if piece[document.prompt_bytes :].strip()
     )
-    held_out = {number for number in counts if number < fraction * 2**64}
+    held_out = {number for number in counts if number in rule.held_out}
     if len(held_out) in (0, len(counts)):
         # Of equal texts all are held out: better those of which there are few.
         rarest = sorted(counts, key=lambda number: (counts[number], number))
         held_out = set(rarest[:1]) if len(counts) > 1 else set()
-    return rule._replace(held_out=frozenset(held_out))
+    return rule._replace(held_out=held_out)
 
 
 def warn_of_known_lines(source: Source) -> None:

@@ -37,13 +37,10 @@ def pack_chunks(
     the rest where bad rows are more than config.data.max_bad_rows, and than a message lists.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    records: list[dict] = []
-    missing: _NumberedChunks = []
-    for number, chunk in enumerate(source.chunks):
-        record = read_json(folder / f"{number}.json") or {}
-        records.append(record)
-        if record.get("chunk") != chunk.key:  # another key was cut by another rule
-            missing.append((number, chunk))
+    numbered = list(enumerate(source.chunks))
+    records = [read_json(folder / f"{number}.json") or {} for number, _ in numbered]
+    # Another key was cut by another rule.
+    missing = [(n, chunk) for n, chunk in numbered if records[n].get("chunk") != chunk.key]
     missing_bytes = sum(chunk.num_bytes for _, chunk in missing)
     finished = len(records) - len(missing)
     reused = f"; {finished} of {len(records)} chunks are there already" if finished else ""

@@ -78,9 +78,7 @@ class Window(NamedTuple):
 def window_without_answers(stream: np.ndarray) -> Window:
     """Makes a window whose answers are still to be entered."""
     T = len(stream) - 1
-    task = np.full(T, -1, np.int8)
-    distance = np.zeros(T, np.int32)
-    return Window(stream, task, distance)
+    return Window(stream, np.full(T, -1, np.int8), np.zeros(T, np.int32))
 
 
 def make_rng(seed: int, key: Key) -> np.random.Generator:
@@ -113,8 +111,7 @@ class Draw:
 
     def pick(self, units, count: int) -> list[str]:
         """Draws from `units` with replacement."""
-        numbers = self.stream().integers(len(units), size=count)
-        return [units[i] for i in numbers]
+        return [units[i] for i in self.stream().integers(len(units), size=count)]
 
     def distinct(self, high: int, count: int) -> list[int]:
         """Draws distinct numbers below `high`."""
@@ -124,18 +121,16 @@ class Draw:
         rng = self.stream()
         numbers = {}
         while len(numbers) < count:
-            drawn = rng.integers(high, size=256)
-            numbers |= dict.fromkeys(drawn.tolist())
+            numbers |= dict.fromkeys(rng.integers(high, size=256).tolist())
         return list(numbers)[:count]
 
     def words(self, count: int, syllables: int = 2) -> list[str]:
         """Draws distinct words of no language, of two letters a syllable."""
         base = len(_SYLLABLES)
-        words = []
-        for number in self.distinct(base**syllables, count):
-            digits = (number // base**k % base for k in range(syllables))
-            words.append("".join(_SYLLABLES[digit] for digit in digits))
-        return words
+        return [
+            "".join(_SYLLABLES[number // base**k % base] for k in range(syllables))
+            for number in self.distinct(base**syllables, count)
+        ]
 
     def names(self, count: int, double: bool = False) -> list[str]:
         """Draws distinct names: a word or a capital letter, of which there are 26; or two."""
@@ -147,8 +142,7 @@ class Draw:
         if double:
             numbers = self.distinct(52**2, count)
             return [_ALPHABET[i // 52] + _ALPHABET[i % 52] for i in numbers]
-        numbers = self.distinct(26, min(count, 26))
-        return [_ALPHABET[i] for i in numbers]
+        return [_ALPHABET[i] for i in self.distinct(26, min(count, 26))]
 
     def values(self, count: int, digits: int | None = None) -> tuple[list[str], list[str]]:
         """Draws (codes, other codes), all distinct.
@@ -161,8 +155,7 @@ class Draw:
             codes = every[:count] if count <= 8 else self.pick(every, count)
             return codes, every
         least = 10 ** ((digits or 7) - 1)
-        numbers = self.distinct(9 * least, count + _SPARE)
-        codes = [str(least + number) for number in numbers]
+        codes = [str(least + i) for i in self.distinct(9 * least, count + _SPARE)]
         return codes[:count], codes[count:]
 
     def symbols(self, count: int) -> tuple[list[str], list[str]]:
@@ -198,7 +191,5 @@ class Draw:
 
     def prompt(self, text: str, answer: str, source: int, foils: dict[str, list[str]]) -> Prompt:
         """Makes a prompt; completes its answers."""
-        completed = {}
-        for kind, texts in foils.items():
-            completed[kind] = list(map(self.complete, texts))
+        completed = {kind: list(map(self.complete, texts)) for kind, texts in foils.items()}
         return Prompt(text, self.complete(answer), completed, source)

@@ -47,12 +47,9 @@ def pairs(
         values, unused = draw.values(len(names) // links, digits)
         episodes = []
         for i, value in enumerate(values):
-            target = value
-            facts = []
-            for key in names[i * links : (i + 1) * links]:
-                facts.append(fact.format(key, target))
-                target = key
-            answered = (question.format(target), value)
+            chain = [value, *names[i * links : (i + 1) * links]]
+            facts = [fact.format(key, target) for target, key in itertools.pairwise(chain)]
+            answered = (question.format(chain[-1]), value)
             episodes.append(Episode(facts, [answered] * repeat))
         return episodes, unused
 
@@ -69,10 +66,7 @@ def symbols_after_mark(draw: Draw, _count: int) -> Episodes:
     else:
         fact = "@" + "".join(symbols)
         question = ">{}"
-    questions = []
-    for index in draw.distinct(4, 4):
-        text = question.format(index + 1)
-        questions.append((text, symbols[index]))
+    questions = [(question.format(i + 1), symbols[i]) for i in draw.distinct(4, 4)]
     return [Episode([fact], questions)], unused
 
 
@@ -128,12 +122,12 @@ class Retrieval:
             others = []
         if draw.removed:
             target = target._replace(facts=[""])
-        items = []
         starts = [depth, *draw.stream().random(len(others))]
-        for start, episode in zip(starts, [target, *others], strict=True):
-            for i, fact in enumerate(episode.facts):
-                place = start + (1 - start) * i / len(episode.facts)
-                items.append(Item(place * n, fact))
+        items = [
+            Item((start + (1 - start) * i / len(facts)) * n, fact)
+            for start, (facts, _) in zip(starts, [target, *others], strict=True)
+            for i, fact in enumerate(facts)
+        ]
         text = insert(units, items) + question
         return draw.prompt(text, answer, items[0].start, foils)
 
@@ -150,8 +144,7 @@ class Retrieval:
             units = [fact for episode in episodes[number:] for fact in episode.facts]
         hidden = episodes[:number]
         free = T - sum(map(count_characters, hidden))
-        n = free // len(units[0])
-        items = scatter(draw, rng, hidden, n)
+        items = scatter(draw, rng, hidden, free // len(units[0]))
         text = insert(units, items)
         answers = []
         for item in items:
@@ -164,8 +157,7 @@ class Retrieval:
 
 def count_characters(episode: Episode) -> int:
     """Counts the characters of facts and questions, whose answers are not completed."""
-    questions = itertools.chain(*episode.questions)
-    return len("".join([*episode.facts, *questions]))
+    return sum(map(len, itertools.chain(episode.facts, *episode.questions)))
 
 
 def scatter(draw: Draw, rng, episodes: list[Episode], n: int) -> list[Item]:
@@ -175,13 +167,9 @@ def scatter(draw: Draw, rng, episodes: list[Episode], n: int) -> list[Item]:
         distances = log_uniform(rng, 1, n, len(questions))
         closest = distances.min()
         start = rng.uniform(0, n - distances.max())
-        evidence = []
-        for i, fact in enumerate(facts):
-            place = start + closest * i / len(facts)
-            evidence.append(Item(place, fact))
+        evidence = [Item(start + closest * i / len(facts), fact) for i, fact in enumerate(facts)]
         items += evidence
         for distance, (question, answer) in zip(distances, questions, strict=True):
             answer = draw.complete(answer)
-            text = question + answer
-            items.append(Item(start + distance, text, answer, evidence[0]))
+            items.append(Item(start + distance, question + answer, answer, evidence[0]))
     return items

@@ -82,11 +82,10 @@ def draw_window(task: str, T: int, index: int, key: Key) -> Window:
     # The first token of each; <bos> and a gap come before.
     slots = np.cumsum(gaps + 2) - 1
     slots = rng.permutation(slots[slots < T])
+    parts = {task: slots}
     if task == "mix":
-        parts = zip(TASKS, np.split(slots, [len(slots) // 2]), strict=True)
-    else:
-        parts = [(task, slots)]
-    for name, part in parts:
+        parts = dict(zip(TASKS, np.split(slots, [len(slots) // 2]), strict=True))
+    for name, part in parts.items():
         places, distances = TASKS[name](rng, stream, part)
         window.task[places] = NAMES.index(name)
         window.distance[places] = distances
@@ -95,12 +94,8 @@ def draw_window(task: str, T: int, index: int, key: Key) -> Window:
 
 def text_of(ids) -> str:
     """Returns tokens as words: a letter, `copy-2`, `k7=v3`, `k7?`, `v3`."""
-    names = ["<pad>", "<eos>", "<bos>", "<unk>"]
-    names += [f"copy-{k}" for k in OFFSETS]
-    names += LETTERS
     values = [f"v{value}" for value in range(VALUES)]
-    names += values
+    names = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"copy-{k}" for k in OFFSETS), *LETTERS, *values]
     names += [f"k{key}?" for key in range(KEYS)]
-    for key in range(KEYS):
-        names += [f"k{key}={value}" for value in values]
+    names += [f"k{key}={value}" for key in range(KEYS) for value in values]
     return " ".join(names[token] for token in ids)

@@ -80,13 +80,10 @@ def make_prompt(
       size: counts the tokens of a text with <bos>.
     """
     name, option = split_name(task)
-    number = NAMES.index(name)
-    row_key = round(row * 2**20)
-    key = (FORMAT, number, option, prose, length, row_key, trial)
+    key = (FORMAT, NAMES.index(name), option, prose, length, round(row * 2**20), trial)
 
     def make(n: int) -> Prompt:
-        draw = Draw(seed, key, option, prose, removed)
-        return TASKS[name].prompt(draw, n, row)
+        return TASKS[name].prompt(Draw(seed, key, option, prose, removed), n, row)
 
     def measure(n: int) -> int:
         prompt = make(n)
@@ -108,10 +105,8 @@ def make_prompt(
         else:
             high = n
         # The next guess takes the mean length of a unit so far.
-        growth = max(used - shortest, 1)
-        more = (length - shortest) * (n - fewest) / growth
-        n = max(fewest + int(more), low + 1)
-        n = min(n, high - 1)
+        more = (length - shortest) * (n - fewest) / max(used - shortest, 1)
+        n = min(max(fewest + int(more), low + 1), high - 1)
     return make(low)
 
 
@@ -122,11 +117,9 @@ def draw_window(task: str, T: int, index: int, key: Key) -> Window:
         task = NAMES[rng.integers(len(NAMES))]
     name, option = split_name(task)
     number = NAMES.index(name)
-    key = (4, number, option, *key)
-    draw = Draw(index, key, option)
+    draw = Draw(index, (4, number, option, *key), option)
     text, answers = TASKS[name].window(draw, T)
-    tokens = _BYTES.encode(text[:T].encode())
-    stream = np.append(np.int32(_BYTES.special.bos), tokens)
+    stream = np.append(np.int32(_BYTES.special.bos), _BYTES.encode(text[:T].encode()))
     window = window_without_answers(stream)
     for answer in answers:
         # <bos> comes first, so a character is the target of its index in the text.

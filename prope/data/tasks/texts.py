@@ -53,10 +53,8 @@ def offset_window(draw: Draw, T: int) -> Text:
     text = ""
     answers = []
     while len(text) < T:
-        letters = draw.pick(LETTERS, rng.integers(4, 13))
-        text += "".join(letters)
-        powers = [c for c in range(6) if 2**c <= len(text)]
-        powers = [c for c in powers if text[-(2**c)] in LETTERS]
+        text += "".join(draw.pick(LETTERS, rng.integers(4, 13)))
+        powers = [c for c in range(6) if 2**c <= len(text) and text[-(2**c)] in LETTERS]
         c = int(rng.choice(powers))
         answer = text[-(2**c)]
         text += f"<{c}"
@@ -73,10 +71,8 @@ def _draw_instructions(draw: Draw, n: int):
     kinds = rng.choice(3, n, p=[other, other, ignore])
     bits = rng.integers(2, size=n)
     kinds[0] = 0
-    writes = np.where(kinds == 0, np.arange(n), 0)
-    latest = np.maximum.accumulate(writes)
-    bits = np.where(kinds == 1, bits[latest], bits)
-    return kinds, bits, latest
+    latest = np.maximum.accumulate(np.where(kinds == 0, np.arange(n), 0))
+    return kinds, np.where(kinds == 1, bits[latest], bits), latest
 
 
 _INSTRUCTIONS = ("Write ", "Read ", "Ignore ")
@@ -85,10 +81,7 @@ _INSTRUCTIONS = ("Write ", "Read ", "Ignore ")
 def _write_instructions(draw: Draw, kinds, bits) -> list[str]:
     names = _INSTRUCTIONS if draw.prose else "+!-"
     end = "\n" if draw.prose else ""
-    units = []
-    for kind, bit in zip(kinds, bits, strict=True):
-        units.append(f"{names[kind]}{bit}{end}")
-    return units
+    return [f"{names[kind]}{bit}{end}" for kind, bit in zip(kinds, bits, strict=True)]
 
 
 def flipflop(draw: Draw, n: int, depth: float) -> Prompt:
@@ -108,20 +101,15 @@ def flipflop(draw: Draw, n: int, depth: float) -> Prompt:
         bits = draw.stream().integers(2, size=n)
     units = _write_instructions(draw, kinds, bits)
     question = "Read" if draw.prose else "!"
-    text = f"{''.join(units)}{question}"
     source = len("".join(units[:last]))
-    foils = {"value": ["0", "1"]}
-    return draw.prompt(text, answer, source, foils)
+    return draw.prompt("".join(units) + question, answer, source, {"value": ["0", "1"]})
 
 
 def flipflop_window(draw: Draw, T: int) -> Text:
     """Has a loss on every read."""
     kinds, bits, latest = _draw_instructions(draw, T // 2 + 1)
     units = _write_instructions(draw, kinds, bits)
-    answers = []
-    for i in np.flatnonzero(kinds == 1):
-        distance = 2 * (i - latest[i]) + 1
-        answers.append(Answer(2 * i + 1, distance))
+    answers = [Answer(2 * i + 1, 2 * (i - latest[i]) + 1) for i in np.flatnonzero(kinds == 1)]
     return "".join(units), answers
 
 
@@ -130,9 +118,7 @@ def duplicate(draw: Draw, n: int, depth: float) -> Prompt:
     if draw.prose:
         opens = "Words:"
         closes = "\nAgain:"
-        drawn, spare = draw.symbols(8)
-        symbols = [f" {word}" for word in drawn]
-        unused = [f" {word}" for word in spare]
+        symbols, unused = ([f" {word}" for word in words] for words in draw.symbols(8))
     else:
         opens = "("
         closes = ")"
@@ -140,16 +126,12 @@ def duplicate(draw: Draw, n: int, depth: float) -> Prompt:
         unused = []
     string = draw.pick(symbols, n)
     k = min(int(depth * n), n - 1)
-    answer = string[k]
     before = "".join(string[:k])
     after = "".join(string[k + 1 :])
-    shown = answer
-    if draw.removed:
-        (shown,) = draw.pick(symbols, 1)
+    shown = draw.pick(symbols, 1)[0] if draw.removed else string[k]
     text = f"{opens}{before}{shown}{after}{closes}{before}"
-    source = len(opens + before)
     foils = {"value": symbols, "unused": unused}
-    return Prompt(text, answer, foils, source, after)
+    return Prompt(text, string[k], foils, len(opens + before), after)
 
 
 def duplicate_window(draw: Draw, T: int) -> Text:
@@ -159,8 +141,7 @@ def duplicate_window(draw: Draw, T: int) -> Text:
     answers = []
     while len(text) < T:
         size = int(log_uniform(rng, 8, T // 2))
-        letters = draw.pick(LETTERS[:8], size)
-        string = "".join(letters)
+        string = "".join(draw.pick(LETTERS[:8], size))
         text += f"({string})"
         answers.append(Answer(len(text), size + 1, size))
         text += string

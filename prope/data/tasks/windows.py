@@ -111,25 +111,22 @@ class GeneratedWindows:
         windows = [self.window(int(index)) for index in indices]
         task = np.stack([window.task for window in windows])
         distance = np.stack([window.distance for window in windows])
+        octaves = 1 << np.frexp(distance)[1] >> 1  # the power of two that each begins with
         by_distance = []
         for number in np.unique(task[task >= 0]).tolist():
             name = self._tasks.NAMES[number]
-            farthest = distance[task == number].max()
-            start = 1
-            while start <= farthest:
-                stop = start + 1 if name == "copy" else 2 * start
-                answers = correct[(task == number) & (start <= distance) & (distance < stop)]
-                if answers.size:
-                    by_distance.append(
-                        {
-                            "task": name,
-                            "from": start,
-                            "to": stop,
-                            "accuracy": float(answers.mean()),
-                            "answers": answers.size,
-                        }
-                    )
-                start = stop
+            starts = distance if name == "copy" else octaves
+            for start in np.unique(starts[task == number]).tolist():
+                answers = correct[(task == number) & (starts == start)]
+                by_distance.append(
+                    {
+                        "task": name,
+                        "from": start,
+                        "to": start + 1 if name == "copy" else 2 * start,
+                        "accuracy": float(answers.mean()),
+                        "answers": answers.size,
+                    }
+                )
         return {"accuracy": float(correct[task >= 0].mean()), "accuracy_by_distance": by_distance}
 
     def describe(self, index: int) -> Iterator[str]:
