@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import config_flags
 from ml_collections.config_flags import tuple_parser
 
 from prope.config import FIELDS, describe_left, describe_unknown, python_file
@@ -45,6 +45,7 @@ _FIELDS_HELP = (
     "with their defaults and meanings."
 )
 _ACCELERATORS = ("accel*", "vfio/*", "nvidia*", "kfd")  # device files of TPUs and GPUs
+_VALIDATED = set()  # names of flags that hold a config
 # Packages of which any brings JAX a platform, by its name in JAX_PLATFORMS.
 _PLUGINS = {"tpu": ["libtpu"], "cuda": ["jax_cuda12_plugin", "jax_cuda13_plugin"]}
 
@@ -133,6 +134,11 @@ def prepare(define_flags: Callable[[], None], doc: str, uses_devices: bool = Tru
         if uses_devices:
             _check_platforms()
         _parse_flags(sys.argv, _define(define_flags))
+        for name in _VALIDATED:  # after flags that are missing, which need no JAX
+            if flags.FLAGS[name].value is not None:
+                from prope.runtime.validate import validate
+
+                validate(flags.FLAGS[name].value)
     except Exception as error:
         message, code = _describe_error(error)
         print(message, file=sys.stderr)
@@ -223,15 +229,7 @@ def define_place(name: str, help: str, by_seed: bool = False) -> None:
 def define_config(help: str = "the run's config file, such as configs/quickstart.py") -> None:
     """Defines --config, a config that must be valid as it is."""
     config_flags.DEFINE_config_file("config", None, help)
-    flags.register_validator("config", _validate)
-
-
-def _validate(config: ConfigDict | None) -> bool:
-    if config is not None:
-        from prope.runtime.validate import validate
-
-        validate(config)
-    return True
+    _VALIDATED.add("config")
 
 
 class _Place(flags.ArgumentParser):

@@ -752,7 +752,8 @@ def override_dataset(data: ConfigDict, dataset: str | None, data_dir: str | None
         problem = "the run's data is a mixture, whose sources have folders of their own"
         raise usage_error("--data_dir", data_dir, problem, "give --dataset, too")
     if dataset is not None:
-        plain = {"mixture": (), "template": "", "separator": "", "loss_on": "all"}
+        separator = data.separator if dataset == data.dataset else ""
+        plain = {"mixture": (), "template": "", "separator": separator, "loss_on": "all"}
         data.update({"dataset": dataset} | plain)
     if dataset is not None or data_dir is not None:
         data.update({"data_dir": data_dir or "", "store": ""})

@@ -14,6 +14,8 @@ checkpoint of Gemma 1 to 4 in the form of DeepMind's gemma: it does not tell its
 --config gives. What this decoder does not compute is refused, all of it in one line.
 """
 
+import os
+
 from absl import flags
 from absl.flags import FLAGS
 from ml_collections import config_flags
@@ -54,4 +56,5 @@ def main() -> dict:
 
 
 if __name__ == "__main__":
+    os.environ["JAX_PLATFORMS"] = "cpu"  # whatever a host asks for
     command.run(main, define_flags)

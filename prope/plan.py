@@ -80,4 +80,5 @@ def main() -> dict:
 
 
 if __name__ == "__main__":
+    os.environ["JAX_PLATFORMS"] = "cpu"  # what is planned for need not be installed, nor be here
     command.run(main, define_flags)

@@ -96,11 +96,11 @@ def _import(
     tokenizer_name, loaded_tokenizer = find_tokenizer(local, tokenizer, vocab_size, values)
     special = loaded_tokenizer.special
     config.data.stop_ids = read_stop_ids(local, values, vocab_size, special.eos)
-    # Trained with <bos> before every text, a model needs it where a document is cut, too: without
-    # it Gemma 3 270M loses 1.5 nats a token.
-    config.data.bos_every_window = special.bos is not None
     num_parameters = parameters.count(config.model)
     if values:
+        # Trained with <bos> before every text, a model needs it where a document is cut, too:
+        # without it Gemma 3 270M loses 0.4 to 1.5 nats a token.
+        config.data.bos_every_window = special.bos is not None
         set_training(config, num_parameters)
     with new_directory("workdir", path) as directory:
         check_disk(directory, 4 * num_parameters)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 
+import numpy as np
 from etils import epath
 
 from prope.data.tokenizer import (
@@ -149,28 +150,45 @@ def write_tokenizer(
         text = json.dumps(_tokenizer_config(tokenizer) | values, indent=2)
         file.write_text(text + "\n")
     written = load_tokenizer(str(folder))
+    is_unigram = _is_unigram(tokenizer)
     for text in texts:
         text = text.replace(SPACE.encode(), b" ")  # the same to a converted model
         ids = tokenizer.encode(text)
         others = written.encode(text)
-        # Of two cuts that are as likely, sums in float32, as SentencePiece's, may take the other.
-        if len(ids) != len(others) or tokenizer.decode(ids) != tokenizer.decode(others):
+        is_same = np.array_equal(ids, others)
+        if is_unigram and len(ids) == len(others):
+            # Of two cuts that are as likely, sums in float32, as SentencePiece's, may take another.
+            is_same = tokenizer.decode(ids) == tokenizer.decode(others)
+        if not is_same:
             problem = f"the tokenizer.json that is made of it gives other ids for {text[:60]}"
-            remedy = "put one that gives the same ids beside it, which is copied"
+            remedy = "name a folder that holds the model, as tokenizer.model, and a tokenizer.json "
+            remedy += "that gives the same ids"
             raise usage_error("config.data.tokenizer", name, problem, remedy)
+
+
+def _read_model(tokenizer: SentencePieceTokenizer):
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto
+
+    return ModelProto.FromString(tokenizer.processor.serialized_model_proto())
+
+
+def _is_unigram(tokenizer: Tokenizer) -> bool:
+    if not isinstance(tokenizer, SentencePieceTokenizer):
+        return False
+    spec = _read_model(tokenizer).trainer_spec
+    return spec.model_type == spec.UNIGRAM
 
 
 def _convert(tokenizer: SentencePieceTokenizer) -> str:
     """Returns the tokenizer.json of a SentencePiece model."""
     import tokenizers
-    from sentencepiece.sentencepiece_model_pb2 import ModelProto
     from tokenizers import decoders, models, normalizers, processors
 
-    proto = ModelProto.FromString(tokenizer.processor.serialized_model_proto())
+    proto = _read_model(tokenizer)
     fallback = proto.trainer_spec.byte_fallback
     _, _, bos, unk, _ = tokenizer.special
     learnt = {piece.piece: piece.score for piece in proto.pieces if piece.type == piece.NORMAL}
-    if proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM:
+    if _is_unigram(tokenizer):
         # The others, which no text is cut into, cost more than any spelling of them.
         scores = [(piece.piece, learnt.get(piece.piece, -1e4)) for piece in proto.pieces]
         model = models.Unigram(scores, unk, fallback)

@@ -313,7 +313,6 @@ def continue_prompts(
         raise usage_error("--start", start, problem, "give text, or --start=document")
     first = token_name(tokenizer, special.start) if start_ids else None
     log.info("before a prompt: %s; computed in %s", first or "nothing", config.model.dtype)
-    advise_dtype(config.model.dtype)
     unknown = sum(np.count_nonzero(special.is_unknown(np.array(ids))) for ids in prompts)
     if unknown:
         log.warning("%d tokens of the prompts are <unk>: the tokenizer does not know them", unknown)
@@ -322,6 +321,7 @@ def continue_prompts(
     if longest > trained:
         log.info("%d tokens is longer than the %d that the run was trained on", longest, trained)
     run, params = run.first_undamaged(Run.params)
+    advise_dtype(config.model.dtype)
     config.model.attention = "auto"  # for this machine, which need not be the one that trained
     config.model.global_attention = None
     stops = (*special.ends, *config.data.stop_ids)

@@ -306,12 +306,12 @@ def records(
                 yield record | cached | run_identity
                 continue
             log.info("evaluating %s, in %s; %s", description, model.dtype, describe(model))
-            advise_dtype(model.dtype)
             if params is None:
                 check_folder(folder, options.output)
                 # Without --step, those of the newest undamaged checkpoint.
                 run, params = run.first_undamaged(Run.params)
                 record["step"] = run.step
+                advise_dtype(model.dtype)
             result = evaluation.evaluate(params, sharding.make_mesh(), sums_folder(folder, record))
             record |= fields | result | run_identity
             if processes.is_first():

@@ -1,5 +1,6 @@
 """Refuses settings of the environment that would change, or break, what a command computes."""
 
+import functools
 import locale
 import os
 import pathlib
@@ -50,6 +51,7 @@ def check_environment(settings: dict | None = None) -> None:
         raise usage_error("the locale's encoding", encoding, "texts are read as UTF-8", remedy)
 
 
+@functools.cache  # one line, whatever the number of evaluations
 def advise_dtype(dtype: str) -> None:
     """Logs that float32 is faster, where a bfloat16 model meets a CPU without bfloat16 units."""
     if dtype != "bfloat16" or jax.default_backend() != "cpu":
@@ -57,7 +59,8 @@ def advise_dtype(dtype: str) -> None:
     about = pathlib.Path("/proc/cpuinfo")
     flags = about.read_text() if about.exists() else "bf16"
     if "bf16" not in flags:
-        log.info("this CPU has no units for bfloat16: --dtype=float32 is faster, and more exact")
+        remedy = "give --dtype=float32, or import the checkpoint with it for all commands"
+        log.info("this CPU has no units for bfloat16, and is faster in float32: %s", remedy)
 
 
 def recorded_variables() -> dict[str, str]:

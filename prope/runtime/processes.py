@@ -227,7 +227,8 @@ def check_count() -> None:
         count = jax.process_count()
     except (AssertionError, RuntimeError) as error:  # JAX asserts that there is a device
         cause = f"JAX finds no such device ({first_line(error)})"
-        raise usage_error("JAX_PLATFORMS", jax.config.jax_platforms, cause, NO_PLATFORM) from error
+        remedy = f"look to its driver, or {NO_PLATFORM}"
+        raise usage_error("JAX_PLATFORMS", jax.config.jax_platforms, cause, remedy) from error
     if count != _count:
         actual = f"{count} processes, of which this is number {jax.process_index()}"
         remedy = "set PROPE_PROCESSES=auto and start the same command on all hosts, or use one host"

@@ -352,7 +352,9 @@ def run_sweep(
     }
     with locked(directory) as lock:
         check_writable("--workdir", directory)
-        sweep.failed = reasons
+        done = ("finished", "submitted")
+        states = {run.name: sweep.state(run) for run in sweep.read_all()}
+        sweep.failed = {name: reasons[name] for name in reasons if states[name] not in done}
         sweep.write()
         sweep.execute(ChildProcesses(), lock)
     result = sweep.result()

@@ -251,8 +251,9 @@ def lead(rows: list[dict]) -> str:
     loss = f"its loss is {abs(difference.difference):.4f} nats per token {side} RoPE’s"
     if difference.stderr is None or best["over"] == "documents":
         equal = difference.stderr is None and difference.samples > 1
-        who = "Equal differences" if equal else "One run of each"
-        certainty = f"{who} cannot tell whether that is more than chance."
+        certainty = "One run of each cannot tell whether that is more than chance."
+        if equal:
+            certainty = "The differences of all seeds are equal, so there is no interval."
         return f"{text}; {loss}. {certainty}{selected}"
     shown = f"{_ends(difference)}, Bonferroni for {difference.comparisons}"
     if best["documents"]:

@@ -31,6 +31,7 @@ _IDENTITY = (
     "sinks",
     "split",
     "fingerprint",
+    "changed",
 )
 
 
@@ -82,6 +83,8 @@ def list_evaluations(run: Run) -> list[dict]:
         others = ("documents", "perplexity", "bits_per_byte")
         row = dict.fromkeys((*_IDENTITY, *others)) | record
         row["dataset"] = row["dataset"] or run.config.data.dataset
+        changed = record.get("changed", {}).items()
+        row["changed"] = ", ".join(f"{name}={value}" for name, value in changed)
         key = tuple((row[name] is not None, row[name]) for name in _IDENTITY)  # None is first
         rows[key] = row
     return [rows[key] for key in sorted(rows)]

@@ -197,7 +197,7 @@ def read_sweep(directory: epath.Path) -> list[Run]:
         if config is not None:
             runs.append(read_run(directory / entry["name"], entry["values"], config))
     if not runs:
-        reasons = {entry.get("reason") or "not begun" for entry in entries}
+        reasons = sorted({entry.get("reason") or "not begun" for entry in entries})
         problem = f"none of its {len(entries)} runs has started ({'; '.join(reasons)})"
         raise usage_error("--sweep", directory, problem, "run it first")
     return on_common_windows(runs)

@@ -99,6 +99,7 @@ NAMED = {
     "in the middle": {"wiki.train.txt": TRAIN, "wiki.VAL.txt": VALIDATION, "wiki.test.txt": TEST},
     "test for validation": {"my_train.txt": TRAIN, "my_test.txt": VALIDATION},
     "others": {"train1.txt": TRAIN, "extra.txt": "More.", "eval.txt": VALIDATION},
+    "no name for training": {"corpus.txt": TRAIN, "valid.txt": VALIDATION},
 }
 
 
@@ -114,7 +115,9 @@ def test_names_of_splits_are_the_splits(tmp_path, logged, kind):
     assert "".join(map(bytes.decode, _train_documents(config))) == train
     (line,) = [line for line in logged.messages if "names of files tell their splits" in line]
     assert " train" in line and "1 validation" in line
-    assert ("1 test" in line) == (kind in ("WikiText", "the Hub", "in the middle"))
+    has_test = kind in ("WikiText", "the Hub", "in the middle")
+    assert ("1 test" in line) == ("test is not read" in line) == has_test
+    assert ("test is taken for validation" in line) == (kind in ("test for validation", "others"))
     assert "training text, too" not in logged.text
 
 

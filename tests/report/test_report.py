@@ -389,6 +389,7 @@ def test_the_page_of_a_run_has_all_of_its_evaluations(sweep, undrawn):
         {"loss": 6.5, "window": 64, "sinks": 4},
         {"loss": 1.5, "split": "train"},
         {"loss": 1024.0, "window": 1024, "sinks": 0},
+        {"loss": 9.0, "changed": {"model.dtype": "float32"}},
     ]
     write_lines(folder / "eval.jsonl", [plain | change for change in changes])
     page = Page(pathlib.Path(report_run(folder)["output"]))
@@ -400,6 +401,7 @@ def test_the_page_of_a_run_has_all_of_its_evaluations(sweep, undrawn):
         "last 64 keys and the first 4": "6.5000",
         "split train": "1.5000",
         "last 1,024 keys": "1024.0000",
+        "model.dtype=float32": "9.0000",
     }
     assert {(row[0], row[2]) for row in rows} == {("10", "2,048")}
     write_page(sweep)
@@ -787,7 +789,7 @@ def test_rounding_is_no_deviation(sweep, losses, deviation):
     rows = read_rows(sweep)[1]
     assert [row["difference"] and row["difference"].stderr for row in rows] == [None] * 3
     text = write_page(sweep).text
-    assert "Equal differences cannot tell whether that is more than chance" in text
+    assert "The differences of all seeds are equal, so there is no interval" in text
     assert "distinguishable" not in text.replace("cannot tell", "")
 
 

@@ -201,19 +201,22 @@ def _check_listing(folder: epath.Path, found: _Found) -> None:
 def _named_splits(folder: epath.Path, files: list[str]) -> dict[str, str]:
     """Returns the split that the path of each file names: train, validation, test, or "".
 
-    Where there is no validation, test is taken for it. Names count only if some are of training
-    text and some are not; files without a split are then training text.
+    Where there is no validation, test is taken for it. Names count if some files are held out and
+    others are training text, which those without a split are beside validation.
     """
     splits = {file: _SPLIT.search(file.lower()).lastgroup or "" for file in files}
     kinds = set(splits.values())
     held_out = "validation" if "validation" in kinds else "test"
-    if not {"train", held_out} <= kinds:
+    has_train = "train" in kinds or {"", "validation"} <= kinds
+    if held_out not in kinds or not has_train:
         return dict.fromkeys(files, "")
     names = {"": "train", held_out: "validation"}
     splits = {file: names.get(split, split) for file, split in splits.items()}
     counts = collections.Counter(splits.values())
     listed = ", ".join(f"{count} {split}" for split, count in counts.items())
-    log_once(f"data: {folder}: the names of files tell their splits: {listed}; test is not read")
+    note = "; test is not read" if "test" in counts else ""
+    note = "; test is taken for validation" if held_out == "test" else note
+    log_once(f"data: {folder}: the names of files tell their splits: {listed}{note}")
     return splits
 
 

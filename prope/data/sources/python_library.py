@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 
 from etils import epath
 
-from prope.data.sources.base import Chunk, Document, Source, check_utf8, log_once
-from prope.errors import usage_error
+from prope.data.sources.base import Chunk, Document, Source, bad_row, check_utf8, log_once
+from prope.errors import UsageError, usage_error
 from prope.runtime.files import hash_file
 
 _EXCLUDED = {
@@ -118,4 +118,9 @@ def _docstrings(file: pathlib.Path) -> list[str]:
 
 def _read_source(files: _Files) -> Iterator[Document]:
     for name, path in files.items():
-        yield Document(check_utf8(path.read_bytes()), split_by=name.encode())
+        try:
+            text = check_utf8(path.read_bytes())
+        except UsageError as error:
+            yield bad_row(str(path), error)
+            continue
+        yield Document(text, split_by=name.encode())
