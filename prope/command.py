@@ -156,6 +156,8 @@ def _check_platforms() -> None:
     installed = [name for name in _PLUGINS if any(map(find, _PLUGINS[name]))]
     if not asked and installed and not _accelerators():
         os.environ["JAX_PLATFORMS"] = "cpu"
+    if asked:  # what JAX logs, with tracebacks, it also raises
+        logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)
     installed.append("cpu")
     # JAX's other packages for platforms are in the namespace jax_plugins.
     if asked and not find("jax_plugins") and set(asked.split(",")).isdisjoint(installed):

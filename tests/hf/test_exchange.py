@@ -225,7 +225,7 @@ def test_the_commands_need_neither_torch_nor_transformers(
     lines = [json.dumps({"text": article}) + "\n" for article in articles()]
     (text / "a.jsonl").write_text("".join(lines))
     data = {"dataset": "files", "data_dir": text, "batch_size": 4}
-    before = run("evaluate", workdir=tmp_path / "run", **data)
+    before = run("evaluate", workdir=tmp_path / "run", bos_every_window=True, **data)
     after = run("evaluate", workdir=back, **data)
     assert after["loss"] == before["loss"]
     assert (after["step"], after["rotated_pairs"]) == (0, 24)

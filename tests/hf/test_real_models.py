@@ -129,7 +129,7 @@ def test_windows_amid_a_document_are_evaluated_as_the_family_begins_texts(real, 
     start = real.tokenizer("").input_ids
     tokens[:, : len(start)] = start
     expected = their_loss(real.theirs, tokens)
-    assert record["tokens"] == WINDOWS * LENGTH and record["documents"] == 1
+    assert record["tokens"] == WINDOWS * LENGTH
     assert record["loss"] == pytest.approx(expected, abs=1e-4)
     if start:
         (without,) = evaluate_run(real.workdir, **flags, bos_every_window=False)
