@@ -116,8 +116,10 @@ def test_the_loss_of_english_is_theirs(real, ids):
 def test_windows_amid_a_document_are_evaluated_as_the_family_begins_texts(real, tmp_path):
     """The record of evaluate beside transformers, to which <bos> is given in front."""
     text = real_models.text()
-    (tmp_path / "text.txt").write_text(text)
-    flags = {"dataset": "files", "data_dir": str(tmp_path), "split": "all", "dtype": "float32"}
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/text.txt").write_text(text)
+    data_dir = str(tmp_path / "text")
+    flags = {"dataset": "files", "data_dir": data_dir, "split": "all", "dtype": "float32"}
     flags |= {"output": str(tmp_path / "out"), "max_windows": WINDOWS, "seq_len": str(LENGTH)}
     (record,) = evaluate_run(real.workdir, **flags)
     special = load_tokenizer(real.run.config.data.tokenizer).special
@@ -133,7 +135,7 @@ def test_windows_amid_a_document_are_evaluated_as_the_family_begins_texts(real, 
     assert record["loss"] == pytest.approx(expected, abs=1e-4)
     if start:
         (without,) = evaluate_run(real.workdir, **flags, bos_every_window=False)
-        assert without["loss"] > expected + 0.5, "what a Gemma loses without it"
+        assert without["loss"] > expected + 0.1, "what a Gemma loses without it"
 
 
 def test_the_loss_in_bfloat16_is_theirs(real, ids):
