@@ -757,7 +757,7 @@ def test_the_written_tokenizer_is_compared_on_the_run_s_own_texts(tmp_path):
 def test_a_model_of_words_is_refused(tmp_path):
     """SentencePiece splits at spaces before it looks for words, and no tokenizer.json does here."""
     file = learn(tmp_path, "word", vocab_size=300)
-    assert "put one that gives the same ids beside it" in refusal(exported_with, tmp_path, file)
+    assert "a tokenizer.json that gives the same ids" in refusal(exported_with, tmp_path, file)
     make_run(tmp_path / "others", tokenizer=write(llama, tmp_path), vocab_size=400)
     exporter.export(tmp_path / "others", tmp_path / "hf")
 
