@@ -7,9 +7,8 @@ in tokens.
 A cutoff and a hard clip are p-RoPE with another rule for p; the others are not.
 """
 
-import functools
 import math
-import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from prope.rope import frequencies, num_rotated_pairs, phase_per_token, phase_table
-from prope.stack.layers import head_dim, layer_kinds, layer_windows, layers, select_layers
 
 
 def partial_frequencies(head_dim: int, max_wavelength: float, rope_percentage: float) -> np.ndarray:
@@ -223,49 +221,61 @@ FIELDS = {
 
 
 def can_rescale(rope_type: str, scaling: str | None) -> bool:
-    """Tells whether a scaling, some of which need a wavelength, applies to a rope_type."""
+    """Returns whether a scaling, some of which need a wavelength, applies to a rope_type."""
     _, fields = TYPES[rope_type]
     return scaling not in ("ntk", "dynamic", "yarn") or "max_wavelength" in fields
 
 
-def layer_percentages(model) -> list[float]:
-    """Returns rope_percentage of every layer, [L]; `config.model` holds one number, or a tuple."""
-    p = model.rope_percentage
-    percentages = [p] * model.num_layers if isinstance(p, int | float) else list(p)
-    if model.local_rope_percentage is None:
-        return percentages
-    return [
-        p if window is None else model.local_rope_percentage
-        for p, window in zip(percentages, layer_windows(model), strict=True)
-    ]
-
-
-def layer_wavelengths(model) -> list[float]:
-    """Returns max_wavelength of every layer, [L], before any scaling."""
-    local = model.local_max_wavelength or model.max_wavelength
-    return [model.max_wavelength if window is None else local for window in layer_windows(model)]
-
-
-def layer_frequencies(model, seq_len: int | None = None) -> list[np.ndarray]:
-    """Returns the frequencies of every layer of a run's `config.model`, float64 [L][P].
+def layer_frequencies(
+    model, seq_len: int | None, head_dim: int, p: float, wavelength: float, is_local: bool
+) -> np.ndarray:
+    """Returns the frequencies of a layer, float64 [P], by the fields of a `ModelSpec`.
 
     Args:
-      model: the config.
+      model: the spec.
       seq_len: evaluated length, for the scaling "dynamic"; original_seq_len by default.
+      head_dim: of the layer, as are the arguments after it.
+      p: its rope_percentage.
+      wavelength: its max_wavelength, before any scaling.
+      is_local: whether it has a window; then it is not scaled.
 
     Raises:
       ValueError: a field does not fit the type; the text names it.
     """
-    is_local = [window is not None for window in layer_windows(model)]
-    compute = functools.cache(functools.partial(_frequencies, model, seq_len))
-    layers = zip(layer_percentages(model), layer_wavelengths(model), is_local, strict=True)
-    by_layer = [compute(*layer) for layer in layers]
-    divisors = {"stop": math.inf, "interpolate": model.rope_scaling_factor}
-    if model.rope_scaling_type not in divisors:
-        return by_layer
-    slower = divisors[model.rope_scaling_type]
-    both = zip(by_layer, in_band(model), strict=True)
-    return [np.where(is_scaled, freqs / slower, freqs) for freqs, is_scaled in both]
+    scaling = "none" if is_local else model.rope_scaling_type
+    scaled_by = [getattr(model, name) for name in SCALINGS[scaling]]
+    # The denominator of the exponent.
+    lanes = int(p * head_dim) if model.rope_type == "partial" else head_dim
+    if scaling == "ntk":
+        wavelength = ntk_wavelength(lanes, wavelength, *scaled_by)
+    elif scaling == "dynamic":
+        evaluated = seq_len or model.original_seq_len
+        wavelength = dynamic_wavelength(lanes, wavelength, *scaled_by, evaluated)
+    function, fields = TYPES[model.rope_type]
+    of_layer = {"max_wavelength": wavelength, "rope_percentage": p}
+    values = [of_layer.get(name, getattr(model, name)) for name in fields]
+    freqs = function(head_dim, *values)
+    if scaling == "linear":
+        return freqs / model.rope_scaling_factor
+    if scaling == "yarn":
+        return yarn_frequencies(freqs, lanes, wavelength, *scaled_by)
+    if scaling == "llama3":
+        return llama3_frequencies(freqs, *scaled_by)
+    return freqs
+
+
+def logit_scale(model, rotates: bool) -> float:
+    """Returns the factor on logits of a layer without a window, by s = `model.logit_factor`.
+
+    yarn: (0.1 ln s + 1)^2, whose root multiplies cos and sin in 2309.00071, and 1 where `rotates`
+    is false, as in SmolLM3; drope: 1 + c ln s (2512.12167).
+    """
+    log = math.log(model.logit_factor or 1.0)
+    if model.logit_scale == "yarn" and rotates:
+        return (0.1 * log + 1) ** 2
+    if model.logit_scale == "drope":
+        return 1 + model.logit_scale_coefficient * log
+    return 1.0
 
 
 class Tables(NamedTuple):
@@ -280,22 +290,18 @@ class Tables(NamedTuple):
         return table if table.ndim == 4 else table[index]
 
 
-def rotation_tables(model, positions: jax.Array, seq_len: int) -> Tables:
-    """Makes the tables of all layers for positions [B, T] in sequences of seq_len tokens.
+def rotation_tables(layers: Sequence, positions: jax.Array) -> Tables:
+    """Makes the tables of layers, `Layer`s of a spec, for positions [B, T].
 
-    With the scaling "remove", cos and sin of the band are 0, so that its pairs add nothing.
+    Cos and sin of a pair that a layer removes are 0, so that the pair adds nothing.
     """
-    freqs_by_layer = layer_frequencies(model, seq_len)
-    removed_by_layer = [np.zeros(len(freqs), bool) for freqs in freqs_by_layer]
-    if model.rope_scaling_type == "remove":
-        removed_by_layer = in_band(model)
-    by_kind = {kind: [] for kind in layer_kinds(model)}
+    by_kind = {layer.kind: [] for layer in layers}
     indices = []
-    for kind, *arrays in zip(layer_kinds(model), freqs_by_layer, removed_by_layer, strict=True):
-        encoding = tuple(map(tuple, arrays))
-        if encoding not in by_kind[kind]:
-            by_kind[kind].append(encoding)
-        indices.append(by_kind[kind].index(encoding))
+    for layer in layers:
+        encoding = (tuple(layer.frequencies), tuple(layer.removed))
+        if encoding not in by_kind[layer.kind]:
+            by_kind[layer.kind].append(encoding)
+        indices.append(by_kind[layer.kind].index(encoding))
 
     def make_table(freqs, removed):
         table = phase_table(positions, phase_per_token(freqs))
@@ -309,135 +315,3 @@ def rotation_tables(model, positions: jax.Array, seq_len: int) -> Tables:
         made = [make_table(*encoding) for encoding in of_kind]
         tables[kind] = jnp.stack(made) if len(made) > 1 else made[0]
     return Tables(tables, np.array(indices) if any(indices) else None)
-
-
-def _frequencies(
-    model, seq_len: int | None, p: float, wavelength: float, is_local: bool
-) -> np.ndarray:
-    """Returns the frequencies of a layer with this p and wavelength, with or without a window."""
-    scaling = "none" if is_local else model.rope_scaling_type
-    scaled_by = [model[name] for name in SCALINGS[scaling]]
-    H = head_dim(model, is_local)
-    # The denominator of the exponent.
-    lanes = int(p * H) if model.rope_type == "partial" else H
-    if scaling == "ntk":
-        wavelength = ntk_wavelength(lanes, wavelength, *scaled_by)
-    elif scaling == "dynamic":
-        evaluated = seq_len or model.original_seq_len
-        wavelength = dynamic_wavelength(lanes, wavelength, *scaled_by, evaluated)
-    function, fields = TYPES[model.rope_type]
-    values = model.to_dict() | {"max_wavelength": wavelength, "rope_percentage": p}
-    freqs = function(H, *(values[name] for name in fields))
-    if scaling == "linear":
-        return freqs / model.rope_scaling_factor
-    if scaling == "yarn":
-        return yarn_frequencies(freqs, lanes, wavelength, *scaled_by)
-    if scaling == "llama3":
-        return llama3_frequencies(freqs, *scaled_by)
-    return freqs
-
-
-class Band(NamedTuple):
-    """A band of pairs, from first to last, in some layers."""
-
-    first: int
-    last: int
-    place: str | None  # of the layers, as `select_layers` takes it; None: all
-    layers: list[int]
-    num_pairs: int  # that a head of these layers has, at most
-
-    def __str__(self):
-        pairs = f"{self.first}-{self.last}"
-        return pairs if self.place is None else f"{pairs}@{self.place}"
-
-
-def parse_band(model, text: str) -> Band:
-    """Parses pairs, and perhaps layers: 3, 16-19, 64-127@full, 8-15@3 or 8-15@0-5.
-
-    Raises ValueError where there are no such pairs in these layers, or no such layers.
-    """
-    pairs, _, place = text.partition("@")
-    numbers = select_layers(model, place if "@" in text else None)
-    if len(numbers) == model.num_layers:
-        place = ""
-    all_layers = layers(model)
-    num_pairs = max(all_layers[number].head_dim for number in numbers) // 2
-    interval = re.fullmatch(r"(\d+)(?:-(\d+))?", pairs)
-    first = int(interval[1]) if interval else 0
-    last = int(interval[2] or first) if interval else -1
-    if not first <= last < num_pairs:
-        raise ValueError(f"{text!r} is not a band of pairs 0 to {num_pairs - 1}")
-    return Band(first, last, place or None, numbers, num_pairs)
-
-
-def in_band(model) -> list[np.ndarray]:
-    """Tells of every pair of every layer whether `scaled_pairs` has it, bool [L][P].
-
-    Raises ValueError where these are no bands of the model.
-    """
-    masks = [np.zeros(layer.head_dim // 2, bool) for layer in layers(model)]
-    bands = tuple(model.scaled_pairs)
-    if not bands or not isinstance(bands[0], str):
-        missing = ("",) * (2 - len(bands))
-        bands = ["-".join(map(str, bands + missing))]
-    for text in map(str, bands):
-        band = parse_band(model, text)
-        for number in band.layers:
-            masks[number][band.first : band.last + 1] = True
-    return masks
-
-
-def rotated_pairs(model) -> int | list[int]:
-    """Returns how many pairs every layer rotates, [L]; one number where all have one encoding."""
-    pairs = [int(np.count_nonzero(freqs)) for freqs in layer_frequencies(model)]
-    one_p = isinstance(model.rope_percentage, int | float)
-    one_encoding = one_p and not model.layer_types and len(set(pairs)) == 1
-    return pairs[0] if one_encoding else pairs
-
-
-def rotated_share(model) -> str:
-    """Says how many pairs rotate: "24 of 32"; "8 or 32 of 32" where layers differ."""
-    counts = {}
-    for freqs in layer_frequencies(model):
-        counts.setdefault(len(freqs), set()).add(int(np.count_nonzero(freqs)))
-    parts = [f"{' or '.join(map(str, sorted(counts[P])))} of {P}" for P in sorted(counts)]
-    return " and ".join(parts)
-
-
-def describe(model) -> str:
-    """Returns what rotates, for a log: "p-RoPE rotates 24 of 32 pairs"."""
-    name = "p-RoPE" if model.rope_type == "proportional" else model.rope_type
-    text = f"{name} rotates {rotated_share(model)} pairs"
-    if model.rope_scaling_type == "none":
-        return text
-    return f"{text} (scaled by {model.rope_scaling_type})"
-
-
-def logit_factor(model) -> float | None:
-    """Returns s of the logit scale, by default rope_scaling_factor; None without a logit scale."""
-    if model.logit_scale == "none":
-        return None
-    factor = model.logit_scale_factor
-    return model.rope_scaling_factor if factor is None else factor
-
-
-def logit_scale(model, is_local: bool = False, rotates=True):
-    """Returns the factor on logits of a layer, with or without a window, by s = `logit_factor`.
-
-    yarn: (0.1 ln s + 1)^2, whose root multiplies cos and sin in 2309.00071; drope: 1 + c ln s
-    (2512.12167); layers with a window have neither. Where some of the others rotate, those that do
-    not have no yarn's, as in SmolLM3: `rotates` tells which a layer is.
-    """
-    log = math.log(logit_factor(model) or 1.0)
-    if model.logit_scale == "yarn" and not is_local:
-        scale = (0.1 * log + 1) ** 2
-        return 1 + (scale - 1) * rotates if _rotates_in_part(model) else scale
-    if model.logit_scale == "drope" and not is_local:
-        return 1 + model.logit_scale_coefficient * log
-    return 1.0
-
-
-def _rotates_in_part(model) -> bool:
-    """Tells whether some layers without a window rotate, and others do not."""
-    layers = zip(layer_frequencies(model), layer_windows(model), strict=True)
-    return len({bool(freqs.any()) for freqs, window in layers if window is None}) > 1

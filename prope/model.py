@@ -1,6 +1,6 @@
 """The decoder, with p-RoPE: RMSNorm, MQA/GQA/MHA and a gated MLP.
 
-By default it is Gemma 1; switches in `config.model` make it Gemma 2, 3 or 4, Llama, Qwen or
+By default it is Gemma 1; fields of its `ModelSpec` make it Gemma 2, 3 or 4, Llama, Qwen or
 Mistral.
 
 Read from top to bottom: norm, attention, MLP, block; then the forward pass, which runs blocks;
@@ -12,7 +12,7 @@ H head_dim, F hidden_dim, V vocab, L layers, P = H / 2 rotation pairs, Q lanes o
 input, M all layers, C the two matrices in one array (key and value, or gate and up).
 
 Parameters are float32 and have the names of DeepMind's Gemma; their table is in
-`prope/stack/parameters.py`. Those of layers of equal shape are always stacked on a leading axis L,
+`prope/parameters.py`. Those of layers of equal shape are always stacked on a leading axis L,
 whether the loop is scanned or unrolled, so checkpoints do not depend on `scan_layers`.
 """
 
@@ -28,19 +28,18 @@ from flax import linen as nn
 from flax.core.scope import LazyRng
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
-from ml_collections import ConfigDict, FrozenConfigDict
 
+from prope import parameters
 from prope.attention import attention
-from prope.encodings import logit_scale, rotation_tables
+from prope.encodings import rotation_tables
 from prope.kernels.gated_mlp import ACTIVATIONS, gated_mlp
 from prope.kernels.mask import Mask
 from prope.kernels.matmul import einsum_to_float32
 from prope.kernels.softcap import softcap
 from prope.rope import rotate
+from prope.scan import scan_layers
 from prope.sharding import all_gather_param, constrain, context_size, embedding_lookup
-from prope.stack import parameters
-from prope.stack.layers import Layer, cache_indices, layers, stacks
-from prope.stack.scan import scan_layers
+from prope.spec.model import Layer, ModelSpec
 
 PRNG = "threefry2x32"  # the kind of every random key, whatever JAX's default is
 Params = dict[str, Any]
@@ -52,8 +51,8 @@ Cache = dict[str, dict[str, jax.Array]]
 class Captured(NamedTuple):
     """Inputs of one layer's attention: queries [B, T, N, H], keys and values [B, T, K, H].
 
-    `query` has the encoding's factor on logits. The softmax is of rotated_query rotated_key^T times
-    the config's attention_scale, capped, within the layer's window.
+    `query` has the layer's logit_scale. The softmax is of rotated_query rotated_key^T times
+    the spec's attention_scale, capped, within the layer's window.
     """
 
     query: jax.Array
@@ -125,28 +124,26 @@ class Attention(nn.Module):
     {kind: {"key", "value"}}, each [B, T, K, H], not rotated; None where no layer needs them.
     """
 
-    config: FrozenConfigDict
+    spec: ModelSpec
     layer: Layer
     rotate_fn: Callable
 
     @nn.compact
-    def __call__(self, x, memory, table, segment_ids, decoding):
-        config = self.config
+    def __call__(self, x, memory, table, logit_scale, segment_ids, decoding):
+        spec = self.spec
         kind = self.layer.kind
-        query = Einsum(config.qkv_bias, name="q_einsum")("BTD,NDH->BTNH", x)
-        if config.use_qk_norm:
-            query = RMSNorm(config.norm_epsilon, name="query_norm")(query)
+        query = Einsum(spec.qkv_bias, name="q_einsum")("BTD,NDH->BTNH", x)
+        if spec.use_qk_norm:
+            query = RMSNorm(spec.norm_epsilon, name="query_norm")(query)
         key, value, memory = self._keys_and_values(x, memory, decoding)
         # In float32, and rounded once: a factor that is no power of 2 would round once more.
-        # Where it rotates, sin is 0 at position 0 alone, which sees one key, whatever the factor.
-        rotates = jnp.any(table[1] != 0)
-        query = query.astype(jnp.float32) * logit_scale(config, self.layer.is_local, rotates)
+        query = query.astype(jnp.float32) * logit_scale
         unrotated = (query.astype(x.dtype), key, value)
         query, key, value = self.rotate_fn(query, key, value, table)
         if key is not None:  # for `run_layer`; elsewhere nothing is stored
             captured = Captured(*unrotated, query.astype(x.dtype), key)
             self.sow("captured", "inputs", captured, reduce_fn=lambda _, new: new)
-        scale = config.attention_scale or self.layer.head_dim**-0.5
+        scale = spec.attention_scale or self.layer.head_dim**-0.5
         query = (query * scale).astype(x.dtype)
         query = checkpoint_name(constrain(query, "BTNH"), "query")
         if not self.layer.shares_kv:
@@ -162,17 +159,14 @@ class Attention(nn.Module):
             stored = {name: array[decoding.index] for name, array in memory[kind].items()}
             key = stored["key"].swapaxes(1, 2)
             value = stored["value"].swapaxes(1, 2)
-        implementation = config.attention
-        if config.global_attention and not self.layer.is_local:
-            implementation = config.global_attention
         out = attention(
             query,
             key,
             value,
             Mask(segment_ids, self.layer.window, self.layer.sinks),
-            config.attention_softcap,
+            spec.attention_softcap,
             **cached,
-            implementation=implementation,
+            implementation=self.layer.attention,
         )
         out = Einsum(name="attn_vec_einsum")("BTNH,NHD->BTD", out)
         return constrain(out, "BTD"), memory
@@ -190,17 +184,17 @@ class Attention(nn.Module):
         return key, value, memory
 
     def _project_keys_and_values(self, x):
-        config = self.config
+        spec = self.spec
         if self.layer.key_is_value:
-            key = Einsum(config.qkv_bias, name="k_einsum")("BTD,KDH->BTKH", x)
+            key = Einsum(spec.qkv_bias, name="k_einsum")("BTD,KDH->BTKH", x)
             value = key
         else:
-            both = Einsum(config.qkv_bias, name="kv_einsum")("BTD,CKDH->BTCKH", x)
+            both = Einsum(spec.qkv_bias, name="kv_einsum")("BTD,CKDH->BTCKH", x)
             key, value = jnp.unstack(both, axis=2)
-        if config.use_qk_norm:
-            key = RMSNorm(config.norm_epsilon, name="key_norm")(key)
-        if config.use_value_norm:
-            value = RMSNorm(config.norm_epsilon, use_scale=False)(value)
+        if spec.use_qk_norm:
+            key = RMSNorm(spec.norm_epsilon, name="key_norm")(key)
+        if spec.use_value_norm:
+            value = RMSNorm(spec.norm_epsilon, use_scale=False)(value)
         return key, value
 
 
@@ -242,31 +236,33 @@ class Block(nn.Module):
     then adds that, and one with a skip scale multiplies all by it.
     """
 
-    config: FrozenConfigDict
+    spec: ModelSpec
     layer: Layer
     rotate_fn: Callable = rotate_qkv
 
     @nn.compact
-    def __call__(self, x, memory, table, segment_ids=None, decoding=None, layer_input=None):
-        config = self.config
-        norm = functools.partial(RMSNorm, config.norm_epsilon)
+    def __call__(
+        self, x, memory, table, logit_scale=1.0, segment_ids=None, decoding=None, layer_input=None
+    ):
+        spec = self.spec
+        norm = functools.partial(RMSNorm, spec.norm_epsilon)
         normed = norm(name="pre_attention_norm")(x)
-        attend = Attention(config, self.layer, self.rotate_fn, name="attn")
-        attended, memory = attend(normed, memory, table, segment_ids, decoding)
-        if config.post_norms:
+        attend = Attention(spec, self.layer, self.rotate_fn, name="attn")
+        attended, memory = attend(normed, memory, table, logit_scale, segment_ids, decoding)
+        if spec.post_norms:
             attended = norm(name="post_attention_norm")(attended)
         x = x + attended
         normed = norm(name="pre_ffw_norm")(x)
-        projected = MLP(config.activation, name="mlp")(normed)
-        if config.post_norms:
+        projected = MLP(spec.activation, name="mlp")(normed)
+        if spec.post_norms:
             projected = norm(name="post_ffw_norm")(projected)
         x = x + projected
         if layer_input is not None:
             gate = Einsum(name="per_layer_input_gate")("BTD,DQ->BTQ", x)
-            gated = ACTIVATIONS[config.activation](gate) * layer_input
+            gated = ACTIVATIONS[spec.activation](gate) * layer_input
             added = Einsum(name="per_layer_projection")("BTQ,QD->BTD", gated)
             x = x + norm(name="post_per_layer_input_norm")(added)
-        if config.use_skip_scale:
+        if spec.use_skip_scale:
             skip_scale = self.get_variable("params", "skip_scale")
             factor = jnp.expand_dims(skip_scale, (0, 1))
             x = x * factor.astype(x.dtype)
@@ -274,23 +270,23 @@ class Block(nn.Module):
 
 
 def hidden_states(
-    config: ConfigDict,
+    spec: ModelSpec,
     params: Params,
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """Runs the decoder: the normalised output of the last layer, in `config.dtype`.
+    """Runs the decoder: the normalised output of the last layer, in `spec.dtype`.
 
-    `logits` predicts the next tokens. `config` is a run's `config.model`.
+    `logits` predicts the next tokens.
     """
-    memory = _empty_memory(config, *tokens.shape) if config.num_kv_shared_layers else None
-    hidden, _ = _run(config, params, tokens, positions, memory, segment_ids)
+    memory = _empty_memory(spec, *tokens.shape) if spec.num_kv_shared_layers else None
+    hidden, _ = _run(spec, params, tokens, positions, memory, segment_ids)
     return hidden
 
 
 def decode(
-    config: ConfigDict,
+    spec: ModelSpec,
     params: Params,
     tokens: Int[Array, "B T"],
     cache: Cache,
@@ -317,67 +313,71 @@ def decode(
     lengths = end if lengths is None else lengths
     newest_key = jnp.minimum(end, lengths) - 1
     decoding = Decoding(first_query, lengths, newest_key, index=0)
-    return _run(config, params, tokens, positions, cache, decoding=decoding)
+    return _run(spec, params, tokens, positions, cache, decoding=decoding)
 
 
-def _empty_memory(config, B: int, T: int):
+def _empty_memory(spec, B: int, T: int):
     """Returns zeros for the keys and values of every kind, which the layers replace."""
     memory = {}
-    for layer in layers(config):
-        zeros = jnp.zeros((B, T, layer.num_kv_heads, layer.head_dim), config.dtype)
+    for layer in spec.layers:
+        zeros = jnp.zeros((B, T, layer.num_kv_heads, layer.head_dim), spec.dtype)
         memory[layer.kind] = {"key": zeros, "value": zeros}
     return memory
 
 
-def _run(config, params, tokens, positions, memory, segment_ids=None, decoding=None):
+def _run(spec, params, tokens, positions, memory, segment_ids=None, decoding=None):
     """Embeds tokens, runs the layers and normalises: (`hidden_states` [B, T, D], the memory)."""
-    x = embed(config, embedding(params), tokens)
-    tables = rotation_tables(config, positions, context_size() * positions.shape[1])
+    x = embed(spec, embedding(params), tokens)
+    layers = spec.layers_at(context_size() * positions.shape[1])
+    tables = rotation_tables(layers, positions)
     per_layer = {"table": tables.indices}
-    if config.per_layer_input_dim:
-        per_layer["input"] = layer_inputs(config, params, tokens, x)
+    scales = [layer.logit_scale for layer in layers]
+    if len(set(scales)) > 1:
+        per_layer["logit_scale"] = np.array(scales, np.float32)
+    if spec.per_layer_input_dim:
+        per_layer["input"] = layer_inputs(spec, params, tokens, x)
     if decoding is not None:
-        per_layer["cache"] = np.array(cache_indices(config))
-    all_layers = layers(config)
+        per_layer["cache"] = np.array([layer.cache_index for layer in layers])
 
     def apply_layer(carry, params, layer_arrays, number):
-        layer = all_layers[number]
-        block = Block(FrozenConfigDict(config), layer)
+        layer = layers[number]
+        block = Block(spec, layer)
         table = tables.choose(layer.kind, layer_arrays.get("table"))
         step = decoding and decoding._replace(index=layer_arrays["cache"])
-        inputs = (table, segment_ids, step, layer_arrays.get("input"))
+        logit_scale = layer_arrays.get("logit_scale", layer.logit_scale)
+        inputs = (table, logit_scale, segment_ids, step, layer_arrays.get("input"))
         return block.apply({"params": params}, *carry, *inputs)
 
     carry = (x, memory)
     if isinstance(params["layers"], dict):
-        carry = scan_layers(config, apply_layer, carry, params["layers"], per_layer)
+        carry = scan_layers(spec, apply_layer, carry, params["layers"], per_layer)
     else:  # split, for `decode`
         for number, layer_params in enumerate(params["layers"]):
             layer_arrays = jax.tree.map(lambda x: x[number], per_layer)  # noqa: B023
             carry = apply_layer(carry, layer_params, layer_arrays, number)
     x, memory = carry
-    return final_norm(config, params["final_norm"], x), memory
+    return final_norm(spec, params["final_norm"], x), memory
 
 
 def embed(
-    config: ConfigDict, table: Float[Array, "V D"], tokens: Int[Array, "B T"]
+    spec: ModelSpec, table: Float[Array, "V D"], tokens: Int[Array, "B T"]
 ) -> Float[Array, "B T D"]:
     """Computes the first layer's input: embeddings, with scale_embedding times sqrt(D).
 
-    The factor is rounded to `config.dtype`, as Google's code does; the product is cast last. The
+    The factor is rounded to `spec.dtype`, as Google's code does; the product is cast last. The
     table may also hold some rows of the embedding only; tokens then index these.
     """
-    factor = math.sqrt(config.embed_dim) if config.scale_embedding else 1.0
-    factor = float(jnp.dtype(config.dtype).type(factor))
+    factor = math.sqrt(spec.embed_dim) if spec.scale_embedding else 1.0
+    factor = float(jnp.dtype(spec.dtype).type(factor))
 
     def scale(rows):
-        return (rows * factor).astype(config.dtype)
+        return (rows * factor).astype(spec.dtype)
 
     return embedding_lookup(table, tokens, scale)
 
 
 def layer_inputs(
-    config: ConfigDict, params: Params, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]
+    spec: ModelSpec, params: Params, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]
 ) -> Float[Array, "L B T Q"]:
     """Computes every layer's own input, of the tokens and of `x`, their `embed`.
 
@@ -386,12 +386,12 @@ def layer_inputs(
     embedder = params["embedder"]
     projection = {"params": embedder["per_layer_model_projection"]}
     context = Einsum().apply(projection, "BTD,DMQ->BTMQ", x)
-    context = context * config.embed_dim**-0.5
+    context = context * spec.embed_dim**-0.5
     norm = {"params": embedder["per_layer_projection_norm"]}
-    context = RMSNorm(config.norm_epsilon).apply(norm, context)
+    context = RMSNorm(spec.norm_epsilon).apply(norm, context)
 
     def scale(rows):
-        return (rows * config.per_layer_input_dim**0.5).astype(config.dtype)
+        return (rows * spec.per_layer_input_dim**0.5).astype(spec.dtype)
 
     identity = embedding_lookup(embedder["per_layer_embeddings"], tokens, scale, "BTMQ")
     mixed = (context + identity) * 2**-0.5
@@ -408,26 +408,22 @@ def head(params: Params) -> Float[Array, "V D"]:
     return params["head"]["w"] if "head" in params else embedding(params)
 
 
-def final_norm(
-    config: ConfigDict, params: Params, x: Float[Array, "B T D"]
-) -> Float[Array, "B T D"]:
+def final_norm(spec: ModelSpec, params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """Normalises the last layer's output for `logits`; `params` are those of "final_norm"."""
-    return RMSNorm(config.norm_epsilon).apply({"params": params}, x)
+    return RMSNorm(spec.norm_epsilon).apply({"params": params}, x)
 
 
-def logits(
-    config: ConfigDict, params: Params, hidden: Float[Array, "... D"]
-) -> Float[Array, "... V"]:
+def logits(spec: ModelSpec, params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """Scores the next token, float32: a matmul with `head` in hidden's dtype, capped."""
     table = head(params).astype(hidden.dtype)
     rows = hidden.reshape(-1, hidden.shape[-1])
     scores = einsum_to_float32("RD,VD->RV", rows, table)
     scores = scores.reshape(*hidden.shape[:-1], len(table))
-    return softcap(scores, config.final_softcap)
+    return softcap(scores, spec.final_softcap)
 
 
 def run_layer(
-    config: ConfigDict,
+    spec: ModelSpec,
     params: Params,
     x: Float[Array, "B T D"],
     table: Float[Array, "2 b T P"],
@@ -439,45 +435,45 @@ def run_layer(
     """Runs one layer, for analysis: the residual stream after it and its attention's inputs.
 
     Args:
-      config: a run's `config.model`.
+      spec: the model.
       params: of this layer: those of "layers" without their leading axis.
       x: the residual stream before the layer.
       table: of this layer's rotation, with b = 1 or B.
-      layer: what this layer is built by, from `prope.stack.layers.layers`.
+      layer: of `spec.layers`.
       rotate_fn: replaces `rotate_qkv`, with the same arguments and results.
       memory: for a layer that shares them, {layer.kind: {"key", "value"}}, not rotated.
       layer_input: of this layer, from `layer_inputs`, if it has one.
     """
-    block = Block(FrozenConfigDict(config), layer, rotate_fn or rotate_qkv)
+    block = Block(spec, layer, rotate_fn or rotate_qkv)
+    scale = layer.logit_scale
     (x, _), sown = block.apply(
-        {"params": params}, x, memory, table, layer_input=layer_input, mutable="captured"
+        {"params": params}, x, memory, table, scale, layer_input=layer_input, mutable="captured"
     )
     return x, sown["captured"]["attn"]["inputs"]
 
 
-def init(config: ConfigDict, key: jax.Array) -> Params:
-    """Initialises the parameters of a run's `config.model`, as a function of it and the key alone.
+def init(spec: ModelSpec, key: jax.Array) -> Params:
+    """Initialises the parameters of a model, as a function of its spec and the key alone.
 
     Matrices are truncated normals of variance 1 / fan-in, the product of the contracted axes; the
     scales of norms are 0.
     """
-    layer_keys = jax.random.split(key, config.num_layers)
-    numbers_by_stack = stacks(config)
+    layer_keys = jax.random.split(key, spec.num_layers)
     leaves = {}
-    for path, row in parameters.parameters(config).items():
-        draw = functools.partial(_draw, config, path, row)
+    for path, row in parameters.parameters(spec).items():
+        draw = functools.partial(_draw, spec, path, row)
         stack = parameters.stack_of(path)
         if stack is None:
             leaves[path] = draw(key)
         else:
-            numbers = np.array(numbers_by_stack[stack])
+            numbers = np.array(spec.stacks[stack])
             leaves[path] = jax.lax.map(draw, layer_keys[numbers])
     return parameters.nest(leaves)
 
 
-def _draw(config, path, row, key):
+def _draw(spec, path, row, key):
     """Draws initial values, of one layer, with the key that Flax would give this parameter."""
-    sizes = parameters.axis_sizes(config, path)
+    sizes = parameters.axis_sizes(spec, path)
     shape = tuple(sizes[axis] for axis in row.axes)
     if not row.is_matrix:
         return jnp.full(shape, row.initial, jnp.float32)

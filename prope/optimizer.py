@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
-from ml_collections import ConfigDict
 
-from prope.stack import parameters
+from prope import parameters
+from prope.spec.run import OptimizerSpec, Spec
 
 
-def learning_rate(config: ConfigDict) -> optax.Schedule:
+def learning_rate(spec: Spec) -> optax.Schedule:
     """Makes the schedule: linear to the peak over `warmup_steps`, then cosine decay.
 
     It is one update ahead of Optax's: update 1 has a rate above 0, update num_steps has
@@ -17,27 +17,27 @@ def learning_rate(config: ConfigDict) -> optax.Schedule:
     """
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
-        peak_value=config.optimizer.learning_rate,
-        warmup_steps=warmup_steps(config),
-        decay_steps=config.num_steps,  # the whole run, warmup included
-        end_value=config.optimizer.final_learning_rate,
+        peak_value=spec.optimizer.learning_rate,
+        warmup_steps=warmup_steps(spec),
+        decay_steps=spec.num_steps,  # the whole run, warmup included
+        end_value=spec.optimizer.final_learning_rate,
     )
     return lambda count: schedule(count + 1)
 
 
-def warmup_steps(config: ConfigDict) -> int:
+def warmup_steps(spec: Spec) -> int:
     """Returns the steps of warmup: the config's, or a tenth of a run that is not longer."""
-    warmup = config.optimizer.warmup_steps
-    return warmup if warmup < config.num_steps else config.num_steps // 10
+    warmup = spec.optimizer.warmup_steps
+    return warmup if warmup < spec.num_steps else spec.num_steps // 10
 
 
-def make_optimizer(config: ConfigDict) -> optax.GradientTransformation:
-    """Makes the update rule: clips by the global norm, then `config.optimizer.name`.
+def make_optimizer(spec: Spec) -> optax.GradientTransformation:
+    """Makes the update rule: clips by the global norm, then `spec.optimizer.name`.
 
     All have the schedule, and decay of matrices that is multiplied by the learning rate.
     """
-    c = config.optimizer
-    rate = learning_rate(config)
+    c = spec.optimizer
+    rate = learning_rate(spec)
     clip = optax.clip_by_global_norm(c.clip_norm)
     if c.name in ("adamw", "lion"):
         options = {"b1": c.b1, "b2": c.b2, "mu_dtype": c.mu_dtype, "weight_decay": c.weight_decay}
@@ -51,7 +51,7 @@ def make_optimizer(config: ConfigDict) -> optax.GradientTransformation:
     return optax.chain(clip, direction, decay, optax.scale_by_schedule(rate))
 
 
-def _muon(c: ConfigDict) -> optax.GradientTransformation:
+def _muon(c: OptimizerSpec) -> optax.GradientTransformation:
     """Makes Muon for the matrices of layers, and Adam for the embedding and norms.
 
     Updates have the root mean square of AdamW's, so that it takes AdamW's learning rate.
@@ -95,8 +95,8 @@ def has_weight_decay(params):
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
-def keep_unless(update: jax.Array, new, old):
-    """Returns the state `new` where `update` is true, else `old`.
+def skip_nonfinite(is_finite: jax.Array, new, old):
+    """Returns the state `new` where the step `is_finite`, else `old`.
 
     The schedule counts the step either way.
     """
@@ -105,6 +105,6 @@ def keep_unless(update: jax.Array, new, old):
         return isinstance(node, optax.ScaleByScheduleState)
 
     def select(new, old):
-        return new if is_schedule(new) else jnp.where(update, new, old)
+        return new if is_schedule(new) else jnp.where(is_finite, new, old)
 
     return jax.tree.map(select, new, old, is_leaf=is_schedule)

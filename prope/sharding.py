@@ -26,7 +26,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from prope.stack import parameters
+from prope import parameters
 
 _AXES = ("data", "fsdp", "context", "tensor")
 _WITHIN_REPLICA = ("fsdp", "context")  # mesh axes over which a replica shards its parameters

@@ -12,96 +12,94 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from ml_collections import ConfigDict
 
 from prope import model, sharding
 from prope.attention import choose_implementation
 from prope.errors import UsageError, log
 from prope.kernels.choice import matmul_precision
 from prope.loss import weighted_loss
-from prope.optimizer import keep_unless, make_optimizer
+from prope.optimizer import make_optimizer, skip_nonfinite
 from prope.sharding import hash_batch
-from prope.stack.layers import FULL, SLIDING, Layer, layers
+from prope.spec.model import FULL, SLIDING, Layer
+from prope.spec.run import Spec
 
 ASYNC_FUSION = "xla_tpu_enable_async_collective_fusion"  # libtpu's flag
 _TPU_LANES = 128  # columns of a tile
 
 
-def resolve_attention(config: ConfigDict, device) -> ConfigDict:
-    """Returns the config with "auto" attention resolved for a device; logs the choice's reason.
+def resolve_attention(spec: Spec, device) -> Spec:
+    """Returns the spec with "auto" attention resolved for a device; logs the choice's reason.
 
     Raises:
       UsageError: the device cannot run the attention that the config names.
     """
-    config = config.copy_and_resolve_references()
-    model = config.model
-    by_kind = {layer.kind: layer for layer in layers(model)}
-    choices = {kind: _choose_attention(config, layer, device) for kind, layer in by_kind.items()}
+    by_kind = {layer.kind: layer for layer in spec.model.layers}
+    choices = {kind: _choose_attention(spec, layer, device) for kind, layer in by_kind.items()}
     for name, reason in dict.fromkeys(choices.values()):
         log.info("attention: %s (%s)", name, reason)
     names = {kind: name for kind, (name, _) in choices.items()}
-    model.attention = names.get(SLIDING, names.get(FULL))
-    model.global_attention = names[FULL] if len(set(names.values())) > 1 else None
-    return config
+    local = names.get(SLIDING, names.get(FULL))
+    differ = len(set(names.values())) > 1
+    fields = {"model.attention": local, "model.global_attention": names[FULL] if differ else None}
+    return spec.replace(fields)
 
 
-def _choose_attention(config: ConfigDict, layer: Layer, device) -> tuple[str, str]:
+def _choose_attention(spec: Spec, layer: Layer, device) -> tuple[str, str]:
     """Chooses the implementation for the layers of a kind: its name, and the reason."""
-    field = "attention"
-    if layer.kind == FULL and config.model.global_attention is not None:
-        field = "global_attention"
+    is_global = layer.kind == FULL and spec.model.global_attention is not None
+    field = "global_attention" if is_global else "attention"
     try:
         return choose_implementation(
-            config.model[field],
+            layer.attention,
             device,
-            config.data.seq_len,
+            spec.data.seq_len,
             layer.head_dim,
-            config.model.dtype,
-            segmented=config.data.mask_documents,
-            heads_divide=_context_divides_heads(config, layer),
-            capped=config.model.attention_softcap is not None,
+            spec.model.dtype,
+            segmented=spec.data.mask_documents,
+            heads_divide=_context_divides_heads(spec, layer),
+            capped=spec.model.attention_softcap is not None,
         )
     except ValueError as error:
         raise UsageError(f"config.model.{str(error).replace('attention', field, 1)}") from None
 
 
-def _context_divides_heads(config: ConfigDict, layer: Layer) -> bool:
-    """Tells whether a device's heads, and its key/value heads unless it has one, can be split."""
-    C = config.mesh.context
-    heads = config.model.num_heads // config.mesh.tensor
-    kv_heads = layer.num_kv_heads // config.mesh.tensor
+def _context_divides_heads(spec: Spec, layer: Layer) -> bool:
+    """Returns whether a device's heads, and its key/value heads unless it has one, can be split."""
+    C = spec.mesh.context
+    heads = spec.model.num_heads // spec.mesh.tensor
+    kv_heads = layer.num_kv_heads // spec.mesh.tensor
     return heads % C == 0 and (kv_heads <= 1 or kv_heads % C == 0)
 
 
 def init_state(
-    config: ConfigDict, optimizer: optax.GradientTransformation
+    spec: Spec, optimizer: optax.GradientTransformation
 ) -> tuple[model.Params, optax.OptState]:
-    """Initialises (params, opt_state), as a function of the config alone."""
-    params = model.init(config.model, jax.random.key(config.seed, impl=model.PRNG))
+    """Initialises (params, opt_state), as a function of the spec alone."""
+    params = model.init(spec.model, jax.random.key(spec.seed, impl=model.PRNG))
     return params, optimizer.init(params)
 
 
 class Prepared(NamedTuple):
     """What a training step is made from, for certain devices."""
 
-    config: ConfigDict  # with its attention resolved
+    spec: Spec  # with its attention resolved
     mesh: jax.sharding.Mesh
     optimizer: optax.GradientTransformation
     state: tuple  # (params, opt_state) as shapes with shardings
 
 
-def prepare(config: ConfigDict, devices: Sequence) -> Prepared:
-    """Resolves a config for devices, which may be on no machine."""
-    config = resolve_attention(config, devices[0])
-    mesh = sharding.make_mesh(config.mesh.data, config.mesh.tensor, devices, config.mesh.context)
-    optimizer = make_optimizer(config)
-    shapes = jax.eval_shape(functools.partial(init_state, config, optimizer))
-    return Prepared(config, mesh, optimizer, sharding.with_shardings(shapes, mesh))
+def prepare(spec: Spec, devices: Sequence) -> Prepared:
+    """Resolves a spec for devices, which may be on no machine."""
+    spec = resolve_attention(spec, devices[0])
+    mesh = sharding.make_mesh(spec.mesh.data, spec.mesh.tensor, devices, spec.mesh.context)
+    optimizer = make_optimizer(spec)
+    shapes = jax.eval_shape(functools.partial(init_state, spec, optimizer))
+    return Prepared(spec, mesh, optimizer, sharding.with_shardings(shapes, mesh))
 
 
-def batch_shapes(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def batch_shapes(spec: Spec, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes, dtypes and shardings of a training batch."""
-    shape = sharding.batch_shape(mesh, config.batch_size, config.data.seq_len)
+    shape = sharding.batch_shape(mesh, spec.batch_size, spec.data.seq_len)
     rows = sharding.batch_sharding(mesh)
     integers = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
     return {
@@ -113,17 +111,13 @@ def batch_shapes(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict[str, jax.S
     }
 
 
-def batch_hidden(
-    config: ConfigDict, params: model.Params, batch: dict[str, jax.Array]
-) -> jax.Array:
+def batch_hidden(spec: Spec, params: model.Params, batch: dict[str, jax.Array]) -> jax.Array:
     """Runs the decoder on a batch: its output for every token, [B, T, D]."""
-    segment_ids = batch["segment_ids"] if config.data.mask_documents else None
-    return model.hidden_states(
-        config.model, params, batch["tokens"], batch["positions"], segment_ids
-    )
+    segment_ids = batch["segment_ids"] if spec.data.mask_documents else None
+    return model.hidden_states(spec.model, params, batch["tokens"], batch["positions"], segment_ids)
 
 
-def make_train_step(config: ConfigDict, optimizer: optax.GradientTransformation):
+def make_train_step(spec: Spec, optimizer: optax.GradientTransformation):
     """Makes the update (params, opt_state, batch) -> (params, opt_state, metrics).
 
     The metrics are loss, grad_norm and batch_hash.
@@ -132,8 +126,8 @@ def make_train_step(config: ConfigDict, optimizer: optax.GradientTransformation)
     def step(params, opt_state, batch):
         # Microbatch i has rows i, i + accumulation, ..: each device holds rows of every microbatch.
         rows = len(batch["tokens"])
-        microbatch_rows = rows // config.accumulation if config.accumulation > 1 else None
-        loss_and_gradient = jax.value_and_grad(functools.partial(_summed_loss, config))
+        microbatch_rows = rows // spec.accumulation if spec.accumulation > 1 else None
+        loss_and_gradient = jax.value_and_grad(functools.partial(_summed_loss, spec))
         accumulated = optax.microbatch(loss_and_gradient, 1, microbatch_rows)
         sums = accumulated(params, batch)
         # The mean is over the whole batch, because microbatches may differ in weight.
@@ -146,23 +140,23 @@ def make_train_step(config: ConfigDict, optimizer: optax.GradientTransformation)
         }
         updates, new_opt_state = optimizer.update(gradient, opt_state, params)
         state = (optax.apply_updates(params, updates), new_opt_state)
-        if config.on_nonfinite == "skip":
+        if spec.on_nonfinite == "skip":
             finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-            state = keep_unless(finite, state, (params, opt_state))
+            state = skip_nonfinite(finite, state, (params, opt_state))
         return *state, metrics
 
     return step
 
 
-def _summed_loss(config, params, batch):
+def _summed_loss(spec, params, batch):
     """Sums the losses of a batch's tokens."""
-    hidden = batch_hidden(config, params, batch)
-    cap = config.model.final_softcap
+    hidden = batch_hidden(spec, params, batch)
+    cap = spec.model.final_softcap
     return weighted_loss(hidden, model.head(params), batch["targets"], batch["weights"], cap)
 
 
 def trace_step(
-    config: ConfigDict, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh, state
+    spec: Spec, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh, state
 ) -> jax.stages.Traced:
     """Traces the training step for a mesh, to be lowered and compiled.
 
@@ -171,22 +165,22 @@ def trace_step(
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     step = jax.jit(
-        make_train_step(config, optimizer), donate_argnums=(0, 1), out_shardings=(*shardings, None)
+        make_train_step(spec, optimizer), donate_argnums=(0, 1), out_shardings=(*shardings, None)
     )
-    with sharding.use(mesh), matmul_precision(config.model.dtype):
-        return step.trace(*state, batch_shapes(config, mesh))
+    with sharding.use(mesh), matmul_precision(spec.model.dtype):
+        return step.trace(*state, batch_shapes(spec, mesh))
 
 
-def compiler_options(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict[str, bool]:
+def compiler_options(spec: Spec, mesh: jax.sharding.Mesh) -> dict[str, bool]:
     """Returns XLA's options for the training step, beside the flags of the process.
 
-    On TPUs collectives run beside matmuls, unless only FSDP communicates and `config.mesh.gather`
+    On TPUs collectives run beside matmuls, unless only FSDP communicates and `spec.mesh.gather`
     is not "ahead". They also do where that would take memory instead of saving it, without splash,
     and where a device has too few of a parameter's columns for a tile: libtpu would make its
     gathers all-reduces of twice the bytes. A user's LIBTPU_INIT_ARGS decide if they have the flag.
 
     Args:
-      config: with its attention resolved.
+      spec: with its attention resolved.
       mesh: of the step.
     """
     users = os.environ.get("LIBTPU_INIT_ARGS", "")
@@ -194,17 +188,17 @@ def compiler_options(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict[str, b
         return {}
     shards = mesh.shape["fsdp"]
     only_fsdp = 1 < shards == mesh.size
-    has_tiles = config.model.embed_dim // shards >= _TPU_LANES
-    saves_memory = only_fsdp and has_tiles and config.model.attention == "splash"
-    return {ASYNC_FUSION: not saves_memory or config.mesh.gather == "ahead"}
+    has_tiles = spec.model.embed_dim // shards >= _TPU_LANES
+    saves_memory = only_fsdp and has_tiles and spec.model.attention == "splash"
+    return {ASYNC_FUSION: not saves_memory or spec.mesh.gather == "ahead"}
 
 
 def compile_step(
-    config: ConfigDict, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh, state
+    spec: Spec, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh, state
 ) -> jax.stages.Compiled:
     """Traces, lowers and compiles the training step; arguments as `trace_step`."""
     start = time.perf_counter()
-    lowered = trace_step(config, optimizer, mesh, state).lower()
-    compiled = lowered.compile(compiler_options=compiler_options(config, mesh))
+    lowered = trace_step(spec, optimizer, mesh, state).lower()
+    compiled = lowered.compile(compiler_options=compiler_options(spec, mesh))
     log.info("compiled in %.1f s", time.perf_counter() - start)
     return compiled

@@ -4,7 +4,7 @@ Initial values, sharding, weight decay, names in Hugging Face files, FLOPs and c
 `TABLE`. A new parameter is a row here, and a line in `prope/model.py` that uses it.
 
 A parameter's path is that of its row, but where layers differ in shape: then the name of their
-stack (`prope/stack/layers.py`) follows "layers", as in "layers/full_attention/attn/q_einsum/w".
+stack (`prope/spec/model.py`) follows "layers", as in "layers/full_attention/attn/q_einsum/w".
 
 Axes: L layers, of one stack, D embed_dim, N query heads, K key/value heads, H head_dim, F
 hidden_dim, V vocab, Q lanes of a layer's own input, M all layers, C two matrices in one array (key
@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
-from prope.stack.layers import STACKS, layers, stacks
+from prope.spec.model import STACKS, ModelSpec
 
 
 class Parameter(NamedTuple):
@@ -30,7 +29,7 @@ class Parameter(NamedTuple):
     hf_names: tuple[str, ...]  # tensors in the files of transformers, one for each matrix of C
     hf_axes: str  # axes of such a tensor; in "NH D", N and H are one axis
     draw: int = 2  # which draw of its module gives the initial values, counted as Flax counts
-    # Fields of config.model or of a `Layer` that must be true, or with "not" false: all of them.
+    # Fields of a `ModelSpec` or a `Layer` that must be true, or with "not" false: all of them.
     exists_where: str = ""
     initial: float = 0.0  # where it is not drawn
 
@@ -111,20 +110,18 @@ TABLE = {
 }
 
 
-def parameters(model: ConfigDict) -> dict[str, Parameter]:
-    """Returns the rows of the parameters that a run's `config.model` has, by path."""
-    switches = model.to_dict() | {"has_layer_inputs": model.per_layer_input_dim > 0}
-    all_layers = layers(model)
-    numbers_by_stack = stacks(model)
+def parameters(model: ModelSpec) -> dict[str, Parameter]:
+    """Returns the rows of the parameters that a model has, by path."""
+    switches = vars(model) | {"has_layer_inputs": model.per_layer_input_dim > 0}
     rows = {}
     for path, row in TABLE.items():
         if not path.startswith("layers/"):
             if _exists(row, switches):
                 rows[path] = row
             continue
-        for stack, numbers in numbers_by_stack.items():
-            layer = all_layers[numbers[0]]
-            if _exists(row, switches | layer._asdict()):
+        for stack, numbers in model.stacks.items():
+            layer = model.layers[numbers[0]]
+            if _exists(row, switches | vars(layer)):
                 rows[_in_stack(path, stack)] = row
     return rows
 
@@ -155,10 +152,10 @@ def row_path(path: str) -> str:
     return path.replace(f"/{stack}/", "/", 1) if stack else path
 
 
-def axis_sizes(model: ConfigDict, path: str = "") -> dict[str, int]:
+def axis_sizes(model: ModelSpec, path: str = "") -> dict[str, int]:
     """Returns the size of every axis letter, for the parameter at `path`."""
-    numbers = stacks(model).get(stack_of(path) or "", range(model.num_layers))
-    layer = layers(model)[numbers[0]]
+    numbers = model.stacks.get(stack_of(path) or "", range(model.num_layers))
+    layer = model.layers[numbers[0]]
     return {
         "L": len(numbers),
         "M": model.num_layers,
@@ -180,13 +177,13 @@ def stacked_axes(path: str) -> str:
     return f"L{axes}" if path.startswith("layers/") else axes
 
 
-def stacked_shape(model: ConfigDict, path: str) -> tuple[int, ...]:
+def stacked_shape(model: ModelSpec, path: str) -> tuple[int, ...]:
     """Returns the shape of a parameter as it is stored."""
     sizes = axis_sizes(model, path)
     return tuple(sizes[axis] for axis in stacked_axes(path))
 
 
-def shapes(model: ConfigDict) -> dict[str, Any]:
+def shapes(model: ModelSpec) -> dict[str, Any]:
     """Returns the tree of all parameters as `jax.ShapeDtypeStruct`."""
 
     def shape(path: str) -> jax.ShapeDtypeStruct:
@@ -195,7 +192,7 @@ def shapes(model: ConfigDict) -> dict[str, Any]:
     return nest({path: shape(path) for path in parameters(model)})
 
 
-def count(model: ConfigDict, matrices_only: bool = False) -> int:
+def count(model: ModelSpec, matrices_only: bool = False) -> int:
     """Counts the scalars of all parameters, or of those that a token is multiplied by.
 
     A tied embedding is one of these: as the head, not as the lookup.
@@ -236,3 +233,8 @@ def nest(leaves: dict[str, Any]) -> dict[str, Any]:
             node = node.setdefault(folder, {})
         node[name] = leaf
     return tree
+
+
+def by_stack(model: ModelSpec, layer_params: dict) -> dict[str, Any]:
+    """Returns `params["layers"]` by stack: where all layers are in one, its name is ""."""
+    return {"": layer_params} if "" in model.stacks else layer_params

@@ -1,0 +1,306 @@
+"""A run as a value: the model, the data and everything else that its config says.
+
+`prope.config.resolve` makes a `Spec` of a config, once. All that is not a command takes specs.
+"""
+
+import dataclasses
+import os
+from typing import Any
+
+from prope.errors import usage_error
+from prope.spec.data import DataSpec
+from prope.spec.fields import (
+    AT_LEAST_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    check_fields,
+    one_of,
+    optional_count,
+    rule,
+    setting,
+)
+from prope.spec.model import DTYPES, ModelSpec
+
+_SEED = rule(lambda x: 0 <= x < 2**32, "must be in [0, 2^32 - 1]: keys of JAX hold 32 bits of it")
+_DECAY_RATE = rule(lambda x: 0 <= x < 1, "must be in [0, 1)")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerSpec:
+    """The update rule: the fields of `config.optimizer`."""
+
+    name: str = setting(
+        "adamw",
+        "adamw | lion | adafactor (has no b1, b2, eps, mu_dtype) | muon (matrices of layers; "
+        "Adam for the rest)",
+        one_of("adamw", "lion", "adafactor", "muon"),
+    )
+    learning_rate: float = setting(0.001, "at the peak, the end of warmup", POSITIVE)
+    final_learning_rate: float = setting(0.0001, "at the last step, the end of the cosine")
+    warmup_steps: int = setting(
+        100,
+        "linear, from 0 to learning_rate; in a run that is no longer, a tenth of it",
+        NOT_NEGATIVE,
+    )
+    b1: float = setting(0.9, "decay rate of the first moment", _DECAY_RATE)
+    b2: float = setting(0.95, "decay rate of the second moment", _DECAY_RATE)
+    eps: float = setting(1e-08, "added to the denominator, but of lion", POSITIVE)
+    weight_decay: float = setting(0.1, "of matrices, not of norm scales", NOT_NEGATIVE)
+    clip_norm: float = setting(1.0, "largest norm of the gradient over all parameters", POSITIVE)
+    mu_dtype: str = setting(
+        "float32", "dtype of the first moment; the second is always float32", one_of(*DTYPES)
+    )
+
+    def __post_init__(self):
+        check_fields(self, "config.optimizer.")
+        if not 0 <= self.final_learning_rate <= self.learning_rate:
+            problem = f"must be in [0, optimizer.learning_rate={self.learning_rate}]"
+            field = "config.optimizer.final_learning_rate"
+            raise usage_error(field, self.final_learning_rate, problem)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSpec:
+    """How devices are arranged: the fields of `config.mesh`."""
+
+    data: int | None = setting(
+        None,
+        "replicas of the parameters, within which FSDP shards them; None: one per TPU slice or "
+        "GPU node. A replica may span GPU nodes, but not slices",
+        optional_count("one per slice or node"),
+        may_change=True,
+    )
+    context: int = setting(
+        1,
+        "C, devices over which every sequence is split; its keys and values are all-gathered",
+        AT_LEAST_1,
+        may_change=True,
+    )
+    tensor: int = setting(
+        1,
+        "devices over which heads, hidden units and vocabulary are split",
+        AT_LEAST_1,
+        may_change=True,
+    )
+    gather: str = setting(
+        "head",
+        "what a device holds whole of sharded parameters. head: the layer at work and the "
+        "head's table; ahead: on TPUs also the next layer, fastest. prope.plan --search tells "
+        "what fits",
+        one_of("head", "ahead"),
+        may_change=True,
+    )
+
+    def __post_init__(self):
+        check_fields(self, "config.mesh.")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointSpec:
+    """Which checkpoints are kept: the fields of `config.checkpoint`."""
+
+    max_to_keep: int = setting(2, "newest checkpoints kept", AT_LEAST_1, may_change=True)
+    keep_every: int | None = setting(
+        None,
+        "steps whose multiples are kept for ever; None: none",
+        optional_count("none of them"),
+        may_change=True,
+    )
+    every_minutes: float = setting(
+        30.0,
+        "minutes between checkpoints, beside checkpoint_every; 0: by steps only",
+        NOT_NEGATIVE,
+        may_change=True,
+    )
+
+    def __post_init__(self):
+        check_fields(self, "config.checkpoint.")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSpec:
+    """How losses are evaluated: the fields of `config.eval`."""
+
+    batch_size: int = setting(
+        16, "windows at a time; does not change the result", AT_LEAST_1, may_change=True
+    )
+    max_windows: int | None = setting(
+        None,
+        "number of windows to evaluate, evenly spread; None: all",
+        optional_count("all"),
+        may_change=True,
+    )
+
+    def __post_init__(self):
+        check_fields(self, "config.eval.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """A run: what its config means."""
+
+    batch_size: int = setting(16, "sequences per optimizer step, over all devices", AT_LEAST_1)
+    accumulation: int = setting(
+        1,
+        "microbatches per batch, computed one after the other to save memory",
+        AT_LEAST_1,
+        may_change=True,
+    )
+    num_steps: int = setting(1000, "optimizer steps of the whole run", AT_LEAST_1)
+    on_nonfinite: str = setting(
+        "stop",
+        "where a loss or gradient is not finite: stop | skip the step, up to 10 in a row",
+        one_of("stop", "skip"),
+        may_change=True,
+    )
+    seed: int = setting(0, "of the initial weights and the order of the data", _SEED)
+    log_every: int = setting(
+        10, "steps between lines of metrics.jsonl", AT_LEAST_1, may_change=True
+    )
+    eval_every: int = setting(
+        500,
+        "steps between evaluations; the last step is always evaluated",
+        AT_LEAST_1,
+        may_change=True,
+    )
+    checkpoint_every: int = setting(
+        500, "steps between checkpoints; the last step is always saved", AT_LEAST_1, may_change=True
+    )
+    watchdog_minutes: float = setting(
+        60.0,
+        "minutes without progress after which the process ends; 0: never",
+        NOT_NEGATIVE,
+        may_change=True,
+    )
+    profile: tuple = setting(
+        (),
+        "first and last step, as in 10,12, whose trace jax.profiler writes to W/profile; empty: "
+        "none",
+        may_change=True,
+    )
+    model: ModelSpec = dataclasses.field(default_factory=ModelSpec)
+    data: DataSpec = dataclasses.field(default_factory=DataSpec)
+    optimizer: OptimizerSpec = dataclasses.field(default_factory=OptimizerSpec)
+    mesh: MeshSpec = dataclasses.field(default_factory=MeshSpec)
+    checkpoint: CheckpointSpec = dataclasses.field(default_factory=CheckpointSpec)
+    eval: EvalSpec = dataclasses.field(default_factory=EvalSpec)
+
+    def __post_init__(self):
+        check_fields(self, "config.")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Checks what fields of several groups need of each other."""
+
+        def require(field: str, holds: bool, problem: str) -> None:
+            if not holds:
+                raise usage_error(f"config.{field}", self.flat()[field], problem)
+
+        model, data, mesh = self.model, self.data, self.mesh
+        accumulation, steps = self.accumulation, self.num_steps
+        multiple = f"must be a multiple of accumulation={accumulation}"
+        require("batch_size", self.batch_size % accumulation == 0, multiple)
+        two_steps = len(self.profile) == 2 and all(isinstance(step, int) for step in self.profile)
+        in_run = two_steps and 1 <= self.profile[0] <= self.profile[1] <= steps
+        problem = f"must be two steps, first and last, of 1 to num_steps={steps}, or () for none"
+        require("profile", not self.profile or in_run, problem)
+        tensor = mesh.tensor
+        for name in ("num_heads", "hidden_dim", "vocab_size"):
+            divides = getattr(model, name) % tensor == 0
+            require(f"model.{name}", divides, f"must be a multiple of mesh.tensor={tensor}")
+        for name in ("num_kv_heads", "num_global_kv_heads"):
+            K = getattr(model, name) or 1
+            problem = f"must be 1, which every device keeps, or a multiple of mesh.tensor={tensor}"
+            require(f"model.{name}", K == 1 or K % tensor == 0, problem)
+        C = mesh.context
+        needs = "each of its parts is two chunks of whole blocks"
+        problem = f"must be a multiple of 2 x 128 x mesh.context={C}: {needs}"
+        require("data.seq_len", C == 1 or data.seq_len % (256 * C) == 0, problem)
+        positions = data.position_range
+        covers = positions is None or data.seq_len <= positions <= 2**31
+        problem = f"must be from data.seq_len={data.seq_len} to {2**31}, or None for ordinary"
+        require("data.position_range", covers, f"{problem} positions")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields of the config, nested as config.json has them."""
+        values: dict[str, Any] = {}
+        for name in FIELDS:
+            group, _, key = name.rpartition(".")
+            node = values.setdefault(group, {}) if group else values
+            node[key] = getattr(getattr(self, group) if group else self, key)
+        return values
+
+    def flat(self) -> dict[str, Any]:
+        """Returns the fields of the config by dotted name, {"model.num_layers": 4, ..}."""
+        groups = {"": self} | {group: getattr(self, group) for group in GROUPS}
+        return {name: getattr(groups[group_of(name)], name.split(".")[-1]) for name in FIELDS}
+
+    def replace(self, fields: dict[str, Any]) -> "Spec":
+        """Returns the spec with other values of fields, by dotted name; it is checked again."""
+        groups: dict[str, dict[str, Any]] = {}
+        for name, value in fields.items():
+            group, _, key = name.rpartition(".")
+            groups.setdefault(group, {})[key] = value
+        changed = groups.pop("", {})
+        for group, values in groups.items():
+            changed[group] = dataclasses.replace(getattr(self, group), **values)
+        return dataclasses.replace(self, **changed)
+
+
+GROUPS = {
+    "model": ModelSpec,
+    "data": DataSpec,
+    "optimizer": OptimizerSpec,
+    "mesh": MeshSpec,
+    "checkpoint": CheckpointSpec,
+    "eval": EvalSpec,
+}
+
+
+def group_of(name: str) -> str:
+    """Returns the group of a field by dotted name; "" for fields of the run itself."""
+    return name.rpartition(".")[0]
+
+
+def _fields_of_config() -> dict[str, dataclasses.Field]:
+    fields = {}
+    for group, kind in {"": Spec, **GROUPS}.items():
+        for field in dataclasses.fields(kind):
+            if "meaning" in field.metadata:
+                fields[f"{group}.{field.name}".lstrip(".")] = field
+    return fields
+
+
+# Every field of a config, by dotted name.
+FIELDS = _fields_of_config()
+
+
+def may_change(name: str) -> bool:
+    """Returns whether a run may go on with another value of this field."""
+    return FIELDS[name].metadata["may_change"]
+
+
+def differences(spec: Spec, other: Spec) -> list[str]:
+    """Lists the fields that make two specs different runs, as 'seed: 0, not 1'."""
+    ours = _identity(spec)
+    theirs = _identity(other)
+    differing = [name for name in ours if ours[name] != theirs[name]]
+    return [f"{name}: {theirs[name]}, not {ours[name]}" for name in differing]
+
+
+def _identity(spec: Spec) -> dict[str, Any]:
+    """Returns the fields without those that may change, in a mixture's sources too.
+
+    A tokenizer counts by its name: a run may be moved, and its tokens have a fingerprint.
+    """
+    fields = spec.flat()
+    fields["data.tokenizer"] = os.path.basename(fields["data.tokenizer"].rstrip("/"))
+    fields["data.mixture"] = [
+        {
+            key: value
+            for key, value in source.items()
+            if key == "weight" or not may_change(f"data.{key}")
+        }
+        for source in fields["data.mixture"]
+    ]
+    return {name: value for name, value in fields.items() if not may_change(name)}
