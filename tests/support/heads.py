@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import oracles
 import pytest
+from prope.stack import parameters
 
 from prope.config import default_config
 from prope.rope import frequencies
-from prope.stack import parameters
 from prope.workdir.run import open_run, read_config
 from support.runs import save_run
 
