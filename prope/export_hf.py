@@ -16,7 +16,7 @@ from absl import flags
 from absl.flags import FLAGS
 
 from prope import command
-from prope.config import DTYPES
+from prope.spec.model import DTYPES
 
 
 def define_flags() -> None:

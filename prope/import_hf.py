@@ -48,11 +48,13 @@ def main() -> dict:
     """Imports; returns the run's directory and the number of parameters."""
     import jax
 
+    from prope.config import resolve
     from prope.hf.importer import import_run
 
     # Nothing is computed, and a host holds more than a device.
     jax.config.update("jax_platforms", "cpu")
-    return import_run(FLAGS.input, FLAGS.workdir, FLAGS.tokenizer, FLAGS.config, FLAGS.dtype)
+    spec = None if FLAGS.config is None else resolve(FLAGS.config)
+    return import_run(FLAGS.input, FLAGS.workdir, FLAGS.tokenizer, spec, FLAGS.dtype)
 
 
 if __name__ == "__main__":

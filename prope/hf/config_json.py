@@ -3,17 +3,15 @@
 Neither torch nor transformers is needed to write or read it.
 """
 
+import dataclasses
 import json
 
 from etils import epath
-from ml_collections import ConfigDict
 
-from prope.config import default_config, set_layer_percentages
 from prope.errors import UsageError, usage_error
 from prope.hf.families import (
     ACTIVATIONS,
     FAMILIES,
-    FULL,
     MODEL_FIELDS,
     SIZES,
     changed_fields,
@@ -27,23 +25,26 @@ from prope.hf.families import (
 from prope.hf.rotation import read_rotation, write_rotations
 from prope.rope import num_rotated_pairs
 from prope.runtime import files
-from prope.runtime.validate import validate
+from prope.spec.model import FULL, ModelSpec
+from prope.spec.run import Spec
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id")
 
 
-def to_hf(config: ConfigDict, dtype: str) -> dict:
+def to_hf(spec: Spec, dtype: str) -> dict:
     """Returns config.json for a run's config and the dtype of the tensors.
 
     Raises UsageError where no class of transformers computes the run, or it has a field that is not
     known here.
     """
-    model = config.model
-    for name in model:
-        if name not in MODEL_FIELDS and model[name] is not None:
+    model = spec.model
+    for field in dataclasses.fields(model):
+        name = field.name
+        value = getattr(model, name)
+        if name not in MODEL_FIELDS and value is not None:
             problem = "export does not know it, and would leave out what it computes"
             remedy = "write it in prope/hf/families.py"
-            raise usage_error(f"config.model.{name}", model[name], problem, remedy)
+            raise usage_error(f"config.model.{name}", value, problem, remedy)
     ropes = write_rotations(model)
     model_type = choose_family(model, ropes)
     family = FAMILIES[model_type]
@@ -53,8 +54,8 @@ def to_hf(config: ConfigDict, dtype: str) -> dict:
     values = {
         "architectures": [family.hf_class],
         "model_type": model_type,
-        **{theirs: model[ours] for theirs, ours in SIZES.items() if ours in model},
-        "max_position_embeddings": config.data.seq_len,
+        **{theirs: getattr(model, ours) for theirs, ours in SIZES.items() if hasattr(model, ours)},
+        "max_position_embeddings": spec.data.seq_len,
         "hidden_act": activation,
         "hidden_activation": activation,
         "rms_norm_eps": model.norm_epsilon,
@@ -79,8 +80,8 @@ def to_hf(config: ConfigDict, dtype: str) -> dict:
     return values
 
 
-def from_hf(path: epath.Path) -> tuple[ConfigDict, dict]:
-    """Returns (config, values): a run's config for this config.json, and the fields of its text.
+def from_hf(path: epath.Path) -> tuple[Spec, dict]:
+    """Returns (spec, values): a run's spec for this config.json, and the fields of its text.
 
     Raises UsageError, with all that is wrong, where the file cannot be read, or describes something
     that this decoder does not compute.
@@ -104,24 +105,18 @@ def from_hf(path: epath.Path) -> tuple[ConfigDict, dict]:
         problems = dict.fromkeys(problems)  # two of them read the kinds of layers
         remedy = "choose a checkpoint without it: prope/hf/README.md says which are imported"
         raise UsageError(f"{path}: {'; '.join(problems)}; {remedy}")
-    config = default_config()
-    fields |= {ours: values[theirs] for theirs, ours in SIZES.items() if ours in config.model}
+    fields |= {ours: values[theirs] for theirs, ours in SIZES.items() if hasattr(ModelSpec, ours)}
     dtype = values.get("dtype", values.get("torch_dtype"))
     fields["dtype"] = "bfloat16" if dtype == "bfloat16" else "float32"
-    tokens_at_a_time = config.eval.batch_size * config.data.seq_len
-    config.data.seq_len = values["max_position_embeddings"]
-    config.eval.batch_size = max(1, tokens_at_a_time // config.data.seq_len)
+    plain = Spec()
+    seq_len = values["max_position_embeddings"]
+    batch_size = max(1, plain.eval.batch_size * plain.data.seq_len // seq_len)
+    fields = {f"model.{name}": value for name, value in fields.items()}
+    fields |= {"data.seq_len": seq_len, "eval.batch_size": batch_size}
     try:
-        p = fields.pop("rope_percentage")
-        if isinstance(p, tuple):
-            set_layer_percentages(config, p)
-        else:
-            config.model.rope_percentage = p
-        config.model.update(fields)
-        validate(config)
+        return plain.replace(fields), values
     except (TypeError, UsageError) as error:
         raise UsageError(f"{path}: {error}") from None
-    return config, values
 
 
 def _text_part(path: epath.Path, values: dict) -> dict:

@@ -1,10 +1,10 @@
 """Reads checkpoints of DeepMind's gemma: trees of Orbax, in each of their layouts.
 
-The names in `prope.stack.parameters` are DeepMind's, so an array's name, without prefixes and with
+The names in `prope.parameters` are DeepMind's, so an array's name, without prefixes and with
 layer_N for layers, is its parameter's path. Layouts are flat keys with dicts of arrays, nested
 dicts, and layers of one kind stacked, with a period P: slice s of kind j is layer s P + j.
 
-Axes: those of `prope.stack.parameters`.
+Axes: those of `prope.parameters`.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from ml_collections import ConfigDict
 
+from prope import parameters
 from prope.errors import UsageError, first_line, usage_error
 from prope.hf.layout import Tensor, drop_unused, layers_by_row
 from prope.hf.tensors import Stored, check_found
-from prope.stack import parameters
+from prope.spec.model import ModelSpec
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _MARK = "_METADATA"  # of Orbax, in the folder of a tree
@@ -83,11 +83,11 @@ def _tree_folder(source: epath.Path) -> epath.Path:
 
 
 def is_orbax(source: epath.Path) -> bool:
-    """Tells whether a folder is a checkpoint of Orbax, and none of transformers."""
+    """Returns whether a folder is a checkpoint of Orbax, and none of transformers."""
     return not (source / "config.json").is_file() and (_tree_folder(source) / _MARK).is_file()
 
 
-def open_arrays(source: epath.Path, model: ConfigDict) -> tuple[dict[str, Stored], list[Tensor]]:
+def open_arrays(source: epath.Path, model: ModelSpec) -> tuple[dict[str, Stored], list[Tensor]]:
     """Opens the arrays of a checkpoint, and lists those that `config.model` leads to.
 
     Returns:

@@ -12,12 +12,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-from ml_collections import ConfigDict
 
-from prope.config import default_config
 from prope.encodings import FIELDS
 from prope.errors import UsageError, usage_error
-from prope.stack.layers import FULL, LAYER_TYPES, SLIDING, head_dim, layer_kinds, repeat_pattern
+from prope.spec.model import FULL, LAYER_TYPES, SLIDING, ModelSpec, repeat_pattern
 
 # By field of config.json: that of config.model, or of config.data for the last.
 SIZES = {
@@ -87,12 +85,12 @@ class Family(NamedTuple):
     attention_scale: float | None = None  # None: of query_pre_attn_scalar or head_dim
 
     def reads(self, field: str) -> bool:
-        """Tells whether the class reads a field of config.json."""
+        """Returns whether the class reads a field of config.json."""
         return field in self.defaults
 
     @property
     def rotates_by_kind(self) -> bool:
-        """Tells whether sliding layers have a rotation of their own."""
+        """Returns whether sliding layers have a rotation of their own."""
         return self.reads("rope_local_base_freq") or self.reads("rope_parameters")
 
 
@@ -372,7 +370,7 @@ def _kinds_by_rule(family: Family, values: dict) -> list[str]:
 
 
 def rotated_layers(family: Family, values: dict) -> list[bool]:
-    """Tells of every layer whether it rotates at all: in SmolLM3, some do not."""
+    """Returns for every layer whether it rotates at all: in SmolLM3, some do not."""
     layers = values["num_hidden_layers"]
     if not family.reads("no_rope_layers"):
         return [True] * layers
@@ -435,16 +433,16 @@ def _sizes_of_full(family: Family, values: dict) -> dict[str, int]:
 # --- config.model to config.json ----------------------------------------------------------------
 
 
-def write_fields(family: Family, model: ConfigDict, ropes: list[dict]) -> dict:
+def write_fields(family: Family, model: ModelSpec, ropes: list[dict]) -> dict:
     """Returns the fields of config.json that not all classes have."""
-    kinds = layer_kinds(model)
+    kinds = model.kinds
     rotated = rotating(ropes)
     rope_of_kind = dict(zip(kinds, ropes, strict=True))
     rope_of_kind.setdefault(FULL, ropes[0])  # transformers reads it in a run of windows alone, too
     fields = {
         _SCALAR: attention_scalar(model),
-        **{theirs: model[ours] for theirs, ours in (_CAPS | _SHAPES).items()},
-        "global_head_dim": head_dim(model, is_local=False),
+        **{theirs: getattr(model, ours) for theirs, ours in (_CAPS | _SHAPES).items()},
+        "global_head_dim": model.global_head_dim or model.head_dim,
         "vocab_size_per_layer_input": model.vocab_size,
         "layer_types": kinds,
         "sliding_window": model.sliding_window,
@@ -459,7 +457,7 @@ def write_fields(family: Family, model: ConfigDict, ropes: list[dict]) -> dict:
     return fields
 
 
-def choose_family(model: ConfigDict, ropes: list[dict]) -> str:
+def choose_family(model: ModelSpec, ropes: list[dict]) -> str:
     """Returns the model_type of the first family whose class computes a run's `config.model`.
 
     Raises UsageError where there is none, with what the nearest computes instead.
@@ -468,26 +466,28 @@ def choose_family(model: ConfigDict, ropes: list[dict]) -> str:
     nearest, computed = min(needed.items(), key=lambda item: len(item[1]))
     if not computed:
         return nearest
-    fields = ", ".join(f"config.model.{name}={model[name]}" for name in computed)
+    fields = ", ".join(f"config.model.{name}={getattr(model, name)}" for name in computed)
     problem = "no class of transformers computes this with the other fields"
     others = ", ".join(f"{name}={value}" for name, value in computed.items())
     remedy = f"the nearest, {FAMILIES[nearest].hf_class}, computes {others}"
     raise UsageError(f"{fields}: {problem}; {remedy}")
 
 
-def _needed_fields(family: Family, model: ConfigDict, ropes: list[dict]) -> dict[str, Any]:
+def _needed_fields(family: Family, model: ModelSpec, ropes: list[dict]) -> dict[str, Any]:
     """Returns the fields of config.model that the family's class computes only of other values.
 
     Their values here are some that it computes.
     """
-    kinds = layer_kinds(model)
-    plain = default_config().model
+    kinds = model.kinds
+    plain = ModelSpec()
     needed = {
-        flag: flag in family.flags for flag in _FLAGS if model[flag] != (flag in family.flags)
+        flag: flag in family.flags
+        for flag in _FLAGS
+        if getattr(model, flag) != (flag in family.flags)
     }
     for theirs, ours in (_CAPS | _SHAPES).items():
-        if model[ours] and not family.reads(theirs):
-            needed[ours] = plain[ours]
+        if getattr(model, ours) and not family.reads(theirs):
+            needed[ours] = getattr(plain, ours)
     if model.num_global_kv_heads and not model.global_key_is_value:
         needed["num_global_kv_heads"] = None  # Gemma 4 has it with keys that are values
     plain_scale = model.head_dim**-0.5
@@ -502,14 +502,14 @@ def _needed_fields(family: Family, model: ConfigDict, ropes: list[dict]) -> dict
         needed["layer_types"] = ()
     if not _has_ropes(family, kinds, ropes):
         name = _rope_field(model)
-        needed[name] = "one number" if name == "rope_percentage" else plain[name]
+        needed[name] = "one number" if name == "rope_percentage" else getattr(plain, name)
     if family.divides and model.embed_dim % model.num_heads:
         needed["num_heads"] = "a divisor of embed_dim"
     return needed
 
 
 def _has_ropes(family: Family, kinds: list[str], ropes: list[dict]) -> bool:
-    """Tells whether the family's class can rotate every layer as told."""
+    """Returns whether the family's class can rotate every layer as told."""
     if family.rotates_by_kind:
         rope_of_kind = dict(zip(kinds, ropes, strict=True))
         return ropes == [rope_of_kind[kind] for kind in kinds]
@@ -518,12 +518,12 @@ def _has_ropes(family: Family, kinds: list[str], ropes: list[dict]) -> bool:
     return all(rope == ropes[0] for rope in ropes)
 
 
-def _rope_field(model: ConfigDict) -> str:
+def _rope_field(model: ModelSpec) -> str:
     """Names the field that gives layers different rotations."""
-    if not isinstance(model.rope_percentage, int | float):
+    if isinstance(model.rope_percentage, tuple):
         return "rope_percentage"
     fields = ("local_max_wavelength", "local_rope_percentage", "rope_scaling_type", "logit_scale")
-    return next(field for field in fields if model[field] not in (None, "none"))
+    return next(field for field in fields if getattr(model, field) not in (None, "none"))
 
 
 def rotating(ropes: list[dict]) -> list[dict]:
@@ -531,7 +531,7 @@ def rotating(ropes: list[dict]) -> list[dict]:
     return [rope for rope in ropes if rope.get("partial_rotary_factor") != 0] or ropes
 
 
-def attention_scalar(model: ConfigDict) -> int:
+def attention_scalar(model: ModelSpec) -> int:
     """Returns query_pre_attn_scalar, which transformers takes as an integer."""
     if model.attention_scale is None:
         return model.head_dim

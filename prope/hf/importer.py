@@ -1,5 +1,6 @@
 """Reads a checkpoint in the format of Hugging Face into a new run, as its step 0."""
 
+import dataclasses
 import functools
 import math
 import operator
@@ -7,9 +8,8 @@ import operator
 import jax
 import numpy as np
 from etils import epath
-from ml_collections import ConfigDict
 
-from prope.encodings import describe, rotated_pairs
+from prope import parameters
 from prope.errors import UsageError, log, usage_error
 from prope.hf import config_json, deepmind
 from prope.hf.families import FAMILIES
@@ -18,8 +18,8 @@ from prope.hf.layout import EMBEDDING, HEAD, Tensor, drop_unused, list_tensors
 from prope.hf.tensors import Stored, check_found, open_tensors
 from prope.hf.tokenizers import copy_into_run, find_tokenizer, read_stop_ids
 from prope.runtime.files import as_path, check_new, local_copy, new_directory
-from prope.runtime.validate import validate
-from prope.stack import parameters
+from prope.spec.model import ModelSpec
+from prope.spec.run import Spec
 from prope.workdir.checkpoints import save_imported
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.run import check_disk, write_config
@@ -32,13 +32,13 @@ def import_run(
     source: str,
     workdir: str,
     tokenizer: str | None = None,
-    config: ConfigDict | None = None,
+    spec: Spec | None = None,
     dtype: str | None = None,
 ) -> dict:
     """Imports the checkpoint `source` as the run `workdir`; returns the command's result.
 
-    `source` is a folder, a URL or a name on the Hub; `config` the run's, for one of Orbax, which
-    has none. The run is computed in `dtype`, by default config.json's.
+    `source` is a folder, a URL or a name on the Hub; `spec` the run's, for one of Orbax, which has
+    no config. The run is computed in `dtype`, by default config.json's.
 
     Raises UsageError where this decoder does not compute the checkpoint, it is not whole, or
     `workdir` exists.
@@ -55,16 +55,16 @@ def import_run(
         raise usage_error("--input", source, problem, remedy)
     source = find_checkpoint(source)
     is_orbax = deepmind.is_orbax(source)
-    if is_orbax and config is None:
+    if is_orbax and spec is None:
         problem = "is a checkpoint of Orbax, which does not tell its model"
         remedy = "give --config=FILE, a config of the model that was saved, as in configs/"
         raise usage_error("--input", source, problem, remedy)
-    if config is not None and not is_orbax:
+    if spec is not None and not is_orbax:
         problem = "is for a checkpoint of Orbax, and the input is none, or has a config.json"
         raise UsageError(f"--config: {problem}; remove the flag")
     with local_copy(source) as local:
         try:
-            return _import(source, local, path, tokenizer, config, dtype)
+            return _import(source, local, path, tokenizer, spec, dtype)
         except UsageError as error:
             raise UsageError(str(error).replace(str(local), str(source))) from error
 
@@ -74,69 +74,68 @@ def _import(
     local: epath.Path,
     path: epath.Path,
     tokenizer: str | None,
-    config: ConfigDict | None,
+    spec: Spec | None,
     dtype: str | None,
 ) -> dict:
     """Imports the checkpoint in the folder `local`, which is `source` or a copy of it."""
     values = {}
-    if config is None:
-        config, values = config_json.from_hf(local / "config.json")
+    if spec is None:
+        spec, values = config_json.from_hf(local / "config.json")
         family = FAMILIES[values["model_type"]]
         stored = open_tensors(local)
         pattern = "model.layers.{}.self_attn.{}.weight"
-        drop_unused(stored, config.model, pattern, "k_proj v_proj k_norm")
-        check_tensors(local, stored, list_tensors(config.model, family))
-        config.model.tied = is_tied(config.model.tied, stored)
-        expected = list_tensors(config.model, family)
+        drop_unused(stored, spec.model, pattern, "k_proj v_proj k_norm")
+        check_tensors(local, stored, list_tensors(spec.model, family))
+        spec = spec.replace({"model.tied": is_tied(spec.model.tied, stored)})
+        expected = list_tensors(spec.model, family)
     else:
-        validate(config)
-        stored, expected = deepmind.open_arrays(local, config.model)
-    config.model.dtype = dtype or config.model.dtype
-    vocab_size = config.model.vocab_size
-    tokenizer_name, loaded_tokenizer = find_tokenizer(local, tokenizer, vocab_size, values)
+        stored, expected = deepmind.open_arrays(local, spec.model)
+    model = dataclasses.replace(spec.model, dtype=dtype or spec.model.dtype)
+    tokenizer_name, loaded_tokenizer = find_tokenizer(local, tokenizer, model.vocab_size, values)
     special = loaded_tokenizer.special
-    config.data.stop_ids = read_stop_ids(local, values, vocab_size, special.eos)
-    num_parameters = parameters.count(config.model)
+    stop_ids = read_stop_ids(local, values, model.vocab_size, special.eos)
+    spec = dataclasses.replace(spec, model=model).replace({"data.stop_ids": stop_ids})
+    num_parameters = parameters.count(model)
     if values:
         # Trained with <bos> before every text, a model needs it where a document is cut, too:
         # without it Gemma 3 270M loses 0.4 to 1.5 nats a token.
-        config.data.bos_every_window = special.bos is not None
-        set_training(config, num_parameters)
+        spec = spec.replace({"data.bos_every_window": special.bos is not None})
+        spec = set_training(spec, num_parameters)
     with new_directory("workdir", path) as directory:
         check_disk(directory, 4 * num_parameters)
-        params = read_params(config, stored, expected)
-        config.data.tokenizer = copy_into_run(tokenizer_name, directory, path)
+        params = read_params(model, stored, expected)
+        spec = spec.replace({"data.tokenizer": copy_into_run(tokenizer_name, directory, path)})
         params = jax.device_put(params, may_alias=True)  # without a second copy
         init_hash = hash_arrays(params)
-        write_config(directory, config)
-        identity = {"config": config.to_dict(), "init_hash": init_hash}
+        write_config(directory, spec)
+        identity = {"config": spec.to_dict(), "init_hash": init_hash}
         save_imported(directory, params, identity, {"imported_from": str(source)})
     log.info(
         "%s parameters, computed in %s; %s; tokenizer %s; windows begin with %s",
         f"{num_parameters:,}",
-        config.model.dtype,
-        describe(config.model),
-        config.data.tokenizer,
-        "<bos>" if config.data.bos_every_window else "the text itself",
+        model.dtype,
+        model.describe_rotation(),
+        spec.data.tokenizer,
+        "<bos>" if spec.data.bos_every_window else "the text itself",
     )
     return {
         "workdir": str(path),
         "parameters": num_parameters,
         "step": 0,
-        "rope_percentage": config.model.rope_percentage,
-        "rotated_pairs": rotated_pairs(config.model),
-        "tokenizer": config.data.tokenizer,
-        "dtype": config.model.dtype,
-        "bos_every_window": config.data.bos_every_window,
+        "rope_percentage": model.rope_percentage,
+        "rotated_pairs": model.rotated_pairs,
+        "tokenizer": spec.data.tokenizer,
+        "dtype": model.dtype,
+        "bos_every_window": spec.data.bos_every_window,
         "init_hash": init_hash,
     }
 
 
-def set_training(config: ConfigDict, num_parameters: int) -> None:
+def set_training(spec: Spec, num_parameters: int) -> Spec:
     """Sets what a run is trained on with, by the size of its model: 16,384 tokens a step."""
     rate = float(f"{np.clip(1e-4 * (135e6 / num_parameters) ** 0.5, 1e-5, 1e-4):.0e}")
-    config.optimizer.update({"learning_rate": rate, "final_learning_rate": rate / 10})
-    config.batch_size = max(2**14 // config.data.seq_len, 1)
+    rates = {"optimizer.learning_rate": rate, "optimizer.final_learning_rate": rate / 10}
+    return spec.replace(rates | {"batch_size": max(2**14 // spec.data.seq_len, 1)})
 
 
 def check_tensors(source: epath.Path, stored: dict[str, Stored], expected: list[Tensor]) -> None:
@@ -157,9 +156,9 @@ def check_tensors(source: epath.Path, stored: dict[str, Stored], expected: list[
     check_found(source, found, shapes, _DTYPES, remedy)
 
 
-def read_params(config: ConfigDict, stored: dict[str, Stored], expected: list[Tensor]) -> dict:
+def read_params(model: ModelSpec, stored: dict[str, Stored], expected: list[Tensor]) -> dict:
     """Reads the parameters as float32, one tensor at a time into arrays for all."""
-    params = jax.tree.map(lambda leaf: _aligned(leaf.shape), parameters.shapes(config.model))
+    params = jax.tree.map(lambda leaf: _aligned(leaf.shape), parameters.shapes(model))
     for tensor in expected:
         parameter = functools.reduce(operator.getitem, tensor.path, params)
         _copy(stored[tensor.name], tensor, parameter)
@@ -176,7 +175,7 @@ def _copy(source: Stored, tensor: Tensor, parameter: np.ndarray) -> None:
 
 
 def is_tied(tied: bool, stored: dict[str, Stored]) -> bool:
-    """Tells whether the embedding is the output matrix: by config.json, or because both are equal.
+    """Returns whether the embedding is the output matrix: by config.json, or because both are equal.
 
     Raises UsageError where config.json and the file disagree.
     """

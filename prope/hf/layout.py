@@ -1,6 +1,6 @@
 """The tensors in a checkpoint of transformers: their names and layouts, read from the table.
 
-Axes: those of `prope.stack.parameters`.
+Axes: those of `prope.parameters`.
 """
 
 import dataclasses
@@ -8,11 +8,10 @@ import math
 from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict
 
+from prope import parameters
 from prope.hf.families import Family
-from prope.stack import parameters
-from prope.stack.layers import first_sharing_layer, stacks
+from prope.spec.model import ModelSpec
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -59,7 +58,7 @@ class Tensor:
             matrix -= self.offset
 
 
-def list_tensors(model: ConfigDict, family: Family) -> list[Tensor]:
+def list_tensors(model: ModelSpec, family: Family) -> list[Tensor]:
     """Lists the tensors of a run's `config.model` for a family's class, sorted by name."""
     tensors = []
     for path, parameter in parameters.parameters(model).items():
@@ -84,10 +83,10 @@ def list_tensors(model: ConfigDict, family: Family) -> list[Tensor]:
     return sorted(tensors, key=lambda tensor: tensor.name)
 
 
-def layers_by_row(model: ConfigDict, path: str) -> dict[int | None, int | None]:
+def layers_by_row(model: ModelSpec, path: str) -> dict[int | None, int | None]:
     """Returns the layer of every row of a stacked parameter; {None: None} for another."""
     stack = parameters.stack_of(path)
-    return {None: None} if stack is None else dict(enumerate(stacks(model)[stack]))
+    return {None: None} if stack is None else dict(enumerate(model.stacks[stack]))
 
 
 def _full_name(name: str, path: str) -> str:
@@ -98,17 +97,17 @@ def _full_name(name: str, path: str) -> str:
     return f"{prefix}{name}{suffix}"
 
 
-def drop_unused(tensors: dict[str, Any], model: ConfigDict, pattern: str, names: str) -> None:
+def drop_unused(tensors: dict[str, Any], model: ModelSpec, pattern: str, names: str) -> None:
     """Drops what files hold and nothing reads: keys and values of layers that share others'.
 
     `pattern` is that of their names, for the number of a layer and one of `names`.
     """
-    for number in range(first_sharing_layer(model), model.num_layers):
+    for number in range(model.first_sharing_layer, model.num_layers):
         for name in names.split():
             tensors.pop(pattern.format(number, name), None)
 
 
-def unread_parameters(model: ConfigDict, family: Family) -> list[str]:
+def unread_parameters(model: ModelSpec, family: Family) -> list[str]:
     """Lists the parameters that no tensor of a family's class can hold, or only another's."""
     taken = set()
     unread = []

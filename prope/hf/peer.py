@@ -14,9 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict, FrozenConfigDict
 
-from prope import model
+from prope import model, parameters
 from prope.cost import flops
 from prope.cost.bench import medians, random_batch
 from prope.errors import UsageError, log
@@ -27,7 +26,7 @@ from prope.loss import token_losses
 from prope.optimizer import make_optimizer
 from prope.runtime.processes import count_cores
 from prope.sharding import make_mesh
-from prope.stack import parameters
+from prope.spec.run import Spec
 from prope.step import batch_hidden, make_train_step
 from prope.workdir.run import open_run
 
@@ -57,22 +56,21 @@ def bench_peer(workdir: str, seq_len: int | None, sequences: int, rounds: int) -
         raise UsageError(f"--peer=transformers: {', '.join(missing)} is not installed; {remedy}")
     device = torch_device()
     run = open_run(workdir)
-    config = run.config
-    config.model.update(
-        dtype="float32" if device == "cpu" else "bfloat16",
-        attention="auto",
-        global_attention=None,
-        remat="none",
-    )
-    config.optimizer.name = "adamw"
-    config.batch_size = sequences
-    config.accumulation = 1
-    if seq_len is not None:
-        config.data.seq_len = seq_len
-    batch = random_batch(config, make_mesh(devices=jax.devices()[:1]))
+    fields = {
+        "model.dtype": "float32" if device == "cpu" else "bfloat16",
+        "model.attention": "auto",
+        "model.global_attention": None,
+        "model.remat": "none",
+        "optimizer.name": "adamw",
+        "batch_size": sequences,
+        "accumulation": 1,
+        "data.seq_len": seq_len or run.spec.data.seq_len,
+    }
+    spec = run.spec.replace(fields)
+    batch = random_batch(spec, make_mesh(devices=jax.devices()[:1]))
     threads = count_cores()
     theirs = their_programs(workdir, batch, threads, device)
-    ours = our_programs(config, run.params(), batch)
+    ours = our_programs(spec, run.params(), batch)
     losses = {"prope": ours["loss"](), "transformers": theirs["loss"]()}
     log.info("loss of random tokens: %.5f, of transformers %.5f", *losses.values())
     seconds = {}
@@ -87,11 +85,11 @@ def bench_peer(workdir: str, seq_len: int | None, sequences: int, rounds: int) -
         "torch": importlib.metadata.version("torch"),
         "device": jax.devices()[0].device_kind,
         "threads": threads,
-        "dtype": config.model.dtype,
-        "parameters": parameters.count(config.model),
+        "dtype": spec.model.dtype,
+        "parameters": parameters.count(spec.model),
         "sequences": sequences,
-        "seq_len": config.data.seq_len,
-        "model_flops_per_token": flops.model_flops_per_token(config.model, config.data.seq_len),
+        "seq_len": spec.data.seq_len,
+        "model_flops_per_token": flops.model_flops_per_token(spec.model, spec.data.seq_len),
         "losses": losses,
         "seconds": seconds,
     }
@@ -113,17 +111,17 @@ def torch_device() -> str:
     return "cuda"
 
 
-def our_programs(config: ConfigDict, params: model.Params, batch: dict[str, jax.Array]) -> Programs:
+def our_programs(spec: Spec, params: model.Params, batch: dict[str, jax.Array]) -> Programs:
     """Builds prope's programs for a batch, [B, T]."""
 
     @jax.jit
     def loss(params):
-        hidden = batch_hidden(config, params, batch)
-        cap = config.model.final_softcap
+        hidden = batch_hidden(spec, params, batch)
+        cap = spec.model.final_softcap
         return token_losses(hidden, model.head(params), batch["targets"], cap).mean()
 
-    optimizer = make_optimizer(config)
-    step = jax.jit(make_train_step(config, optimizer), donate_argnums=(0, 1))
+    optimizer = make_optimizer(spec)
+    step = jax.jit(make_train_step(spec, optimizer), donate_argnums=(0, 1))
     state = []
 
     def train():
@@ -133,18 +131,17 @@ def our_programs(config: ConfigDict, params: model.Params, batch: dict[str, jax.
         *state[:], metrics = step(*state, batch)
         jax.block_until_ready(metrics)
 
-    frozen = FrozenConfigDict(config.model)
-    B = config.batch_size
-    lengths = jnp.full(B, config.data.seq_len, jnp.int32)
+    B = spec.batch_size
+    lengths = jnp.full(B, spec.data.seq_len, jnp.int32)
     keys = generation.row_keys(0, B)
     sampling = Sampling(NEW_TOKENS, temperature=0.0, eos=-1)
 
     def prefill():
-        filled = generation.prefill(frozen, sampling, params, batch["tokens"], lengths, keys)
+        filled = generation.prefill(spec.model, sampling, params, batch["tokens"], lengths, keys)
         return jax.block_until_ready(filled)
 
     def prefill_and_decode():
-        generated, _ = generation.decode(frozen, sampling, params, *prefill(), lengths, keys)
+        generated, _ = generation.decode(spec.model, sampling, params, *prefill(), lengths, keys)
         jax.block_until_ready(generated)
 
     return {

@@ -4,20 +4,12 @@ import json
 import math
 
 import numpy as np
-from ml_collections import ConfigDict
 
-from prope.encodings import (
-    SCALINGS,
-    layer_frequencies,
-    layer_percentages,
-    logit_factor,
-    logit_scale,
-    ntk_wavelength,
-)
+from prope.encodings import SCALINGS, ntk_wavelength
 from prope.errors import UsageError, usage_error
-from prope.hf.families import FULL, SLIDING, Family, positive, read_kinds, rotated_layers, wrong
+from prope.hf.families import Family, positive, read_kinds, rotated_layers, wrong
 from prope.rope import frequencies, num_rotated_pairs
-from prope.stack.layers import head_dim, layer_windows
+from prope.spec.model import FULL, SLIDING, Layer, ModelSpec
 
 # By field of config.model: that of rope_parameters, where it has another name.
 _HF_NAMES = {
@@ -37,32 +29,30 @@ _WITH_LENGTH = ("llama3", "yarn", "longrope")
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0}  # where a file has none
 
 
-def write_rotations(model: ConfigDict) -> list[dict]:
+def write_rotations(model: ModelSpec) -> list[dict]:
     """Returns rope_parameters of every layer of a run's `config.model`.
 
     Raises UsageError where transformers has no rope_type for it.
     """
-    layers = zip(
-        layer_percentages(model), layer_windows(model), layer_frequencies(model), strict=True
-    )
-    return [_rope(model, *layer) for layer in layers]
+    return [_rope(model, layer) for layer in model.layers]
 
 
-def _rope(model: ConfigDict, p: float, window: int | None, freqs: np.ndarray) -> dict:
+def _rope(model: ModelSpec, layer: Layer) -> dict:
     """Returns rope_parameters of a layer: of a named rope_type, or of longrope.
 
     longrope has a divisor for every pair.
     """
-    H = head_dim(model, window is not None)
-    theta = model.max_wavelength
+    H = layer.head_dim
+    p = layer.rope_percentage
+    theta = layer.max_wavelength
+    freqs = layer.frequencies
+    scale = layer.logit_scale
     scaling = model.rope_scaling_type
     if scaling == "remove":
         problem = "no class of transformers removes pairs"
         remedy = "export the run with another scaling"
         raise usage_error("config.model.rope_scaling_type", scaling, problem, remedy)
-    scale = logit_scale(model, window is not None, bool(freqs.any()))
-    if window is not None:
-        theta = model.local_max_wavelength or theta
+    if layer.is_local:
         scaling = "none"
     plain_rope = model.rope_type == "proportional" and np.all(freqs > 0)
     scale_is_named = scale == 1 or scaling == "yarn"
@@ -97,11 +87,11 @@ def _rope(model: ConfigDict, p: float, window: int | None, freqs: np.ndarray) ->
     }
 
 
-def _scaled_rope(model: ConfigDict, scaling: str, theta: float, scale: float) -> dict:
+def _scaled_rope(model: ModelSpec, scaling: str, theta: float, scale: float) -> dict:
     """Returns rope_parameters of a scaling that transformers has by name."""
     rope = {"rope_type": scaling, "rope_theta": theta}
-    rope |= {theirs: model[ours] for theirs, ours in _SCALINGS[scaling].items()}
-    if scaling == "yarn" and (model.logit_scale, logit_factor(model)) != ("yarn", rope["factor"]):
+    rope |= {theirs: getattr(model, ours) for theirs, ours in _SCALINGS[scaling].items()}
+    if scaling == "yarn" and (model.logit_scale, model.logit_factor) != ("yarn", rope["factor"]):
         # It multiplies cos and sin; without it, transformers takes yarn's.
         rope["attention_factor"] = math.sqrt(scale)
     return rope
