@@ -25,7 +25,7 @@ from absl import flags
 from ml_collections import config_flags
 from ml_collections.config_flags import tuple_parser
 
-from prope.config import FIELDS, describe_left, describe_unknown, python_file
+from prope.config import describe_left, describe_unknown, python_file, resolve
 from prope.errors import (
     INTERRUPTED,
     NO_PLATFORM,
@@ -36,16 +36,16 @@ from prope.errors import (
     to_user_error,
     usage_error,
 )
+from prope.spec.run import FIELDS, Spec
 
 _WIDTH = 100  # columns of --help
 _MAX_INDENT = 34
 _STOPPED = "stopped by Ctrl-C; the same command goes on from the last checkpoint, if there is one"
 _FIELDS_HELP = (
-    "--config.FIELD=VALUE, after --config, sets a config field; prope/config.py has all of them, "
+    "--config.FIELD=VALUE, after --config, sets a config field; prope/spec has all of them, "
     "with their defaults and meanings."
 )
 _ACCELERATORS = ("accel*", "vfio/*", "nvidia*", "kfd")  # device files of TPUs and GPUs
-_VALIDATED = set()  # names of flags that hold a config
 # Packages of which any brings JAX a platform, by its name in JAX_PLATFORMS.
 _PLUGINS = {"tpu": ["libtpu"], "cuda": ["jax_cuda12_plugin", "jax_cuda13_plugin"]}
 
@@ -134,11 +134,8 @@ def prepare(define_flags: Callable[[], None], doc: str, uses_devices: bool = Tru
         if uses_devices:
             _check_platforms()
         _parse_flags(sys.argv, _define(define_flags))
-        for name in _VALIDATED:  # after flags that are missing, which need no JAX
-            if flags.FLAGS[name].value is not None:
-                from prope.runtime.validate import validate
-
-                validate(flags.FLAGS[name].value)
+        if "config" in flags.FLAGS and flags.FLAGS.config is not None:
+            read_spec()  # after flags that are missing, for this imports JAX
     except Exception as error:
         message, code = _describe_error(error)
         print(message, file=sys.stderr)
@@ -229,9 +226,13 @@ def define_place(name: str, help: str, by_seed: bool = False) -> None:
 
 
 def define_config(help: str = "the run's config file, such as configs/quickstart.py") -> None:
-    """Defines --config, a config that must be valid as it is."""
+    """Defines --config; `read_spec` returns what it means."""
     config_flags.DEFINE_config_file("config", None, help)
-    _VALIDATED.add("config")
+
+
+def read_spec() -> Spec:
+    """Returns the spec of --config; raises UsageError where it is not valid."""
+    return resolve(flags.FLAGS.config)
 
 
 class _Place(flags.ArgumentParser):
@@ -372,7 +373,7 @@ def _flag_error(error: Exception, argv: list[str], names: list[str]) -> str:
     quotes_traceback = "Traceback" in str(error)
     if isinstance(error, flags.Error) and not quotes_traceback:
         value = re.match(r"flag --config\.([\w.]+)=", lines[0])
-        meaning = f"; {FIELDS[value[1]].meaning}" if value else ""
+        meaning = f"; {FIELDS[value[1]].metadata['meaning']}" if value else ""
         return lines[0] + meaning
     # The config file failed.
     trace = "".join(traceback.format_exception(error))

@@ -13,7 +13,6 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
 from prope.errors import UsageError, log, nearest, usage_error
-from prope.runtime.files import as_path
 from prope.spec.data import EMBEDDED, is_generated
 from prope.spec.fields import value_type
 from prope.spec.run import FIELDS, GROUPS, Spec, group_of
@@ -71,6 +70,8 @@ def resolve(config: ConfigDict) -> Spec:
     A UsageError names the field, its value, what is allowed and, where there is one, the remedy. It
     is raised before a device, a tokenizer or data is touched.
     """
+    from prope.runtime.files import as_path  # imports TensorStore, which --help does not wait for
+
     groups: dict[str, dict[str, Any]] = {"": {}} | {group: {} for group in GROUPS}
     for name, value in flat(config).items():
         group = group_of(name)
@@ -80,6 +81,11 @@ def resolve(config: ConfigDict) -> Spec:
     for name, place in spec.data.places().items():
         as_path(f"config.{name}", place)
     return spec
+
+
+def spec_from_dict(values: dict) -> Spec:
+    """Makes the spec of a config that a run has saved; raises UsageError as `from_dict` does."""
+    return resolve(from_dict(values))
 
 
 def to_config(spec: Spec) -> ConfigDict:

@@ -27,6 +27,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from prope import parameters
+from prope.errors import usage_error
+from prope.spec.run import Spec
 
 _AXES = ("data", "fsdp", "context", "tensor")
 _WITHIN_REPLICA = ("fsdp", "context")  # mesh axes over which a replica shards its parameters
@@ -66,6 +68,31 @@ def make_mesh(
     else:
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     return Mesh(grid, _AXES, axis_types=(AxisType.Auto,) * 4)
+
+
+def check_devices(spec: Spec, devices: Sequence) -> None:
+    """Checks that devices and their slices can form the mesh and divide the batch.
+
+    Raises UsageError, with the field, otherwise.
+    """
+    mesh = spec.mesh
+    slices = num_slices(devices)
+    replicas = mesh.data or slices
+    if devices[0].platform == "tpu" and replicas % slices:
+        problem = f"must be a multiple of the number of slices, {slices}"
+        raise usage_error("config.mesh.data", replicas, problem)
+    groups = len(devices)
+    for axis, size in (("tensor", mesh.tensor), ("context", mesh.context), ("data", replicas)):
+        if groups % size:
+            problem = f"must divide the number of devices, or of groups of them, {groups}"
+            raise usage_error(f"config.mesh.{axis}", size, problem)
+        if axis != "data":
+            groups //= size
+    multiple = spec.accumulation * groups
+    if spec.batch_size % multiple:
+        product = f"(accumulation={spec.accumulation} x {groups} groups of devices)"
+        problem = f"must be a multiple of {multiple} {product}"
+        raise usage_error("config.batch_size", spec.batch_size, problem)
 
 
 def num_slices(devices: Sequence) -> int:

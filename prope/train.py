@@ -15,8 +15,9 @@ stuck, another process is gone, the storage has failed, or another training is a
 130 Ctrl-C. After 75, 76 or a kill the same command goes on.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from absl import flags
@@ -43,24 +44,33 @@ if __name__ == "__main__":  # before JAX is imported, so that --help answers at 
 import jax
 from etils import epath
 
-from prope import sharding
+from prope import parameters, sharding
+from prope.config import resolve
 from prope.cost.flops import model_flops_per_token, peak_flops
 from prope.data.mixture import open_windows
 from prope.data.windows import Windows, prefetch, train_batch
-from prope.encodings import describe
 from prope.errors import UsageError, log, warn_if_unwritten
 from prope.inference.losses import LossEvaluation
 from prope.inference.paired import sums_folder
 from prope.optimizer import warmup_steps
 from prope.runtime.environment import check_environment
-from prope.runtime.files import as_path
+from prope.runtime.files import append_jsonl, as_path
+from prope.runtime.interrupts import Interrupts
 from prope.runtime.memory import check_activations, check_memory
-from prope.runtime.processes import call_on_first, check_count, is_first, leave, raise_on_all
+from prope.runtime.processes import (
+    call_on_first,
+    check_count,
+    check_shared,
+    is_first,
+    joined,
+    leave,
+    raise_on_all,
+)
 from prope.runtime.profiler import Profiler
 from prope.runtime.progress import compiling
-from prope.runtime.session import Session
-from prope.runtime.validate import validate, validate_devices
-from prope.stack import parameters
+from prope.runtime.startup import Startup
+from prope.runtime.watchdog import Watchdog
+from prope.spec.run import Spec
 from prope.step import Prepared, compile_step, init_state, prepare, resolve_attention
 from prope.workdir.checkpoints import Checkpoints, newest_undamaged
 from prope.workdir.hashes import hash_arrays
@@ -68,21 +78,12 @@ from prope.workdir.metrics import MetricWriter
 from prope.workdir.reader import CheckpointReader
 from prope.workdir.records import UNCONVERTED
 from prope.workdir.run import Run, check_disk, check_same, open_workdir, write_config
-from prope.workdir.source import config_before, open_source, read_params, record_source
+from prope.workdir.source import open_source, read_params, record_source, spec_before
 
 _MEMORY_ADVICE = (
     "lower config.batch_size or config.data.seq_len, raise config.accumulation, or set "
     "config.model.remat=full; python -m prope.plan computes what fits"
 )
-
-
-class State(NamedTuple):
-    """What training starts from; `step` is the last one that is done."""
-
-    step: int
-    params: Any
-    opt_state: Any
-    init_hash: str
 
 
 def train(
@@ -99,208 +100,196 @@ def train(
       Stopped: the run was asked to stop, and everything is saved; or another process is gone.
     """
     check_environment()
-    validate(config)
-    with Session(config) as session:
-        run = Training(session, config, as_path("--workdir", workdir), init_from)
-        params, opt_state = run.restore(stop_at_step)
-        first = run.start + 1
-        for step, batch in enumerate(run.batches(), first):
-            if step == first:  # invalid data has failed by now, before a long compilation
-                train_step = run.compile()
-            params, opt_state, metrics = run.profiler.run(
-                step, train_step, params, opt_state, batch
-            )
-            run.writer.step(step, metrics)
-            if step == first:
-                session.first_step(step, metrics)
-            run.checkpoints.check()
-            if session.poll(f"step {step}") and run.is_due(step, config.eval_every):
-                run.evaluate(step, params)
-            if run.is_due(step, config.checkpoint_every) or session.wants_save:
-                run.save(step, params, opt_state)
-            session.stop_if_requested(step)
-    return run.writer.summary(run.init_hash) if is_first() else None
+    spec = resolve(config)
+    path = as_path("--workdir", workdir)
+    startup = Startup()
+    # What is opened is closed in the opposite order; then a process waits for the others.
+    with contextlib.ExitStack() as opened:
+        interrupts = opened.enter_context(Interrupts(spec.checkpoint.every_minutes))
+        watchdog = opened.enter_context(Watchdog(spec.watchdog_minutes))
+        opened.enter_context(joined())
 
-
-class Training:
-    """A run that is trained: its data, devices and files, and what the loop does with them.
-
-    `restore` opens the files, and comes before all other methods.
-    """
-
-    def __init__(
-        self, session: Session, config: ConfigDict, path: epath.Path, init_from: str | None
-    ):
-        """Opens the run's directory and data, then the devices; checks memory and disk."""
-        self.session = session
-        self.config = config
-        self.path = path
+        # The directory, the data, the devices. Invalid input of one process ends all.
         with raise_on_all():
-            stop = session.interrupts.ask_to_stop
-            self.lease = session.enter_context(open_workdir(path, config, stop))
-        self.source = open_source(config, path, init_from)
+            lease = opened.enter_context(open_workdir(path, spec, interrupts.ask_to_stop))
+        source = open_source(spec, path, init_from)
         with raise_on_all():  # processes wait for one another here
-            vocab_size = config.model.vocab_size
-            self.windows = open_windows(config.data, vocab_size, "train")
-            validation = open_windows(config.data, vocab_size, "validation")
+            windows = open_windows(spec.data, spec.model.vocab_size, "train")
+            validation = open_windows(spec.data, spec.model.vocab_size, "validation")
         with raise_on_all():
             check_count()
-            validate_devices(config, jax.devices())
-            check_activations(config, _MEMORY_ADVICE)
-            self.prepared = prepare(config, jax.devices())
-        self.evaluation = LossEvaluation(self.prepared.config, validation)
-        session.attach(path, self.prepared.mesh)
+            sharding.check_devices(spec, jax.devices())
+            check_activations(spec, _MEMORY_ADVICE)
+            prepared = prepare(spec, jax.devices())
+        local_spec, mesh, optimizer, state = prepared
+        check_shared(path)
+        startup.use_cache()
+        interrupts.vote_over(mesh)
         with raise_on_all():
-            self.check_disk()
-            log_run(config, self.windows)
+            _check_room(path, state)
+            _log_run(spec, windows)
 
-    def restore(self, stop_at_step: int | None) -> tuple:
-        """Returns (params, opt_state) to start from; opens the run's files for writing.
-
-        A run that ended without the evaluation of its last step is evaluated first.
-        """
-        config = self.config
-        session = self.session
-        self.checkpoints = session.enter_context(Checkpoints(self.path, config.checkpoint))
-        self.start, params, opt_state, self.init_hash = start_or_resume(
-            config, self.checkpoints, self.source, self.prepared, self.windows
+        # The state to start from, and the files to write.
+        checkpoints = opened.enter_context(Checkpoints(path, spec.checkpoint))
+        start, params, opt_state, init_hash = start_or_resume(
+            spec, checkpoints, source, prepared, windows
         )
-        self.saved = self.start
         with raise_on_all():
             if is_first():
-                if self.source and self.start == 0:
-                    record_source(self.path, self.source)
-                write_config(self.path, config)
-        _log_warmup(config)
-        self.stop = max(self.start, min(config.num_steps, stop_at_step or config.num_steps))
-        flops = model_flops_per_token(config.model, config.data.seq_len)
+                if source and start == 0:
+                    record_source(path, source)
+                write_config(path, spec)
+        stop = max(start, min(spec.num_steps, stop_at_step or spec.num_steps))
+        flops = model_flops_per_token(spec.model, spec.data.seq_len)
         peak = peak_flops(jax.devices()[0].device_kind)
-        writer = MetricWriter(config, self.path, self.start, self.stop, flops, peak, self.lease)
-        self.writer = session.enter_context(writer)
-        profiler = Profiler(config.profile, self.path, writer.pause)
-        self.profiler = session.enter_context(profiler)
-        if self.start == 0:
-            log.info("init_hash %s", self.init_hash)
-        if (self.start or self.source) and self.is_due(self.start, config.eval_every):
-            self.evaluate_start(params)
-        return params, opt_state
+        writer = MetricWriter(spec, path, start, stop, flops, peak, lease)
+        opened.enter_context(writer)
+        profiler = opened.enter_context(Profiler(spec.profile, path, writer.pause))
+        if start == 0:
+            log.info("init_hash %s", init_hash)
+        last_saved = start
 
-    def evaluate_start(self, params) -> None:
-        """Evaluates the step to start from, as far as it has no records.
+        def go_on(progress: str) -> bool:
+            """Reports progress; returns False, in all processes, once a stop is asked for."""
+            watchdog.alive(progress)
+            interrupts.poll()
+            return not interrupts.should_stop
 
-        Before the first update, a run that begins from another encoding is evaluated with that too.
-        """
-        encodings = [None]
-        if self.start == 0 and config_before(self.config, self.source).model != self.config.model:
-            encodings = [UNCONVERTED, None]
-        for encoding in encodings:
-            evaluated = functools.partial(self.writer.evaluated, self.start, encoding)
-            if call_on_first(evaluated) is None:
-                self.evaluate(self.start, params, encoding)
+        def is_due(step: int, every: int) -> bool:
+            """Returns whether something is done after a step: so often, and after the last."""
+            return step == stop or step % every == 0
 
-    def batches(self) -> Iterator[dict]:
-        """Yields the global batches of the steps after `start`, read some steps ahead.
+        def evaluate(step: int, evaluation: LossEvaluation, encoding: str | None = None) -> None:
+            """Evaluates; a request to stop ends it, and the resumed run evaluates this step."""
+            # As `prope.evaluate` describes encodings that are not the run's own.
+            fields = {"encoding": encoding, "factor": 1.0} if encoding else {}
+            folder = sums_folder(path, {"step": step} | fields)
+            ask = functools.partial(go_on, f"a part of the evaluation of step {step}")
+            with writer.pause():
+                record = evaluation.evaluate(params, mesh, folder, ask, warn_if_unwritten)
+                if record is not None:
+                    writer.evaluation(step, record | fields)
 
-        Each process reads its rows only.
-        """
-        config = self.config
-        mesh = self.prepared.mesh
-        rows = sharding.rows_of_this_process(mesh, config.batch_size)
+        evaluation = LossEvaluation(local_spec, validation)
+        if (start or source) and is_due(start, spec.eval_every):
+            # Begun from another encoding, the model is evaluated as it was, too.
+            before = spec if start else spec_before(spec, source)
+            if before != spec and not _is_evaluated(writer, start, UNCONVERTED):
+                before = resolve_attention(before, jax.devices()[0])
+                evaluate(start, LossEvaluation(before, validation), UNCONVERTED)
+            if not _is_evaluated(writer, start):
+                evaluate(start, evaluation)
 
-        def read(step: int) -> dict:
-            return train_batch(self.windows, config.seed, config.batch_size, step, rows)
-
-        local_batches = prefetch(read, self.start, self.stop)
-        for _ in range(self.start, self.stop):
-            with self.writer.waiting_for_data():
-                batch = next(local_batches)
-            yield sharding.global_batch(mesh, batch, config.batch_size)
-
-    def compile(self) -> Callable:
-        """Compiles the training step; from then on a signal saves before it stops the run."""
-        local_config, mesh, optimizer, state = self.prepared
-        with self.writer.pause(), compiling():
-            step = compile_step(local_config, optimizer, mesh, state)
-            check_memory(step, _MEMORY_ADVICE)
-        self.session.interrupts.training = True
-        return step
-
-    def is_due(self, step: int, every: int) -> bool:
-        """Tells whether something is done after this step: every so often, and after the last."""
-        return step == self.stop or step % every == 0
-
-    def evaluate(self, step: int, params, encoding: str | None = None) -> None:
-        """Evaluates; a request to stop ends it, and the resumed run then evaluates this step.
-
-        `encoding` is UNCONVERTED for that of the run that this one begins from, None for its own.
-        """
-        progress = f"a part of the evaluation of step {step}"
-        go_on = functools.partial(self.session.poll, progress)
-        # As `prope.evaluate` describes encodings that are not the run's own.
-        fields = {"encoding": encoding, "factor": 1.0} if encoding else {}
-        folder = sums_folder(self.path, {"step": step} | fields)
-        evaluation = self.evaluation
-        if encoding == UNCONVERTED:
-            before = config_before(self.config, self.source)
-            before = resolve_attention(before, jax.devices()[0])
-            evaluation = LossEvaluation(before, evaluation.windows)
-        mesh = self.prepared.mesh
-        with self.writer.pause():
-            record = evaluation.evaluate(params, mesh, folder, go_on, warn_if_unwritten)
-            if record is not None:
-                self.writer.evaluation(step, record | fields)
-
-    def save(self, step: int, params, opt_state) -> None:
-        """Starts saving a checkpoint."""
-        identity = {"config": self.config.to_dict(), "init_hash": self.init_hash}
-        data = data_state(self.config, self.windows, step)
-        with self.writer.pause():
-            with raise_on_all():
-                self.check_disk()  # again: disks fill up while runs go on
-            call_on_first(lambda: self.lease.check())  # which only the first one has
-            self.checkpoints.save(step, params, opt_state, identity, data)
-            if self.lease:  # the save before this one is complete, and the first one is waited for
-                self.lease.saved = self.saved or step
-            self.saved = step
-            self.session.interrupts.saved()
-
-    def check_disk(self) -> None:
-        """Raises UsageError where the disk has no room for a checkpoint."""
-        leaves = jax.tree.leaves(self.prepared.state)
-        check_disk(self.path, sum(leaf.size * leaf.dtype.itemsize for leaf in leaves))
+        batches = read_batches(spec, windows, mesh, start, stop)
+        for step in range(start + 1, stop + 1):
+            with writer.waiting_for_data():
+                batch = next(batches)
+            if step == start + 1:  # invalid data has failed by now, before a long compilation
+                with writer.pause(), compiling():
+                    train_step = compile_step(local_spec, optimizer, mesh, state)
+                    check_memory(train_step, _MEMORY_ADVICE)
+                interrupts.training = True  # from now on a signal saves before it stops the run
+            arguments = (params, opt_state, batch)
+            params, opt_state, metrics = profiler.run(step, train_step, *arguments)
+            writer.step(step, metrics)
+            if step == start + 1:
+                jax.block_until_ready(metrics)
+                _record_start(path, startup, step)
+            checkpoints.check()
+            if go_on(f"step {step}") and is_due(step, spec.eval_every):
+                evaluate(step, evaluation)
+            if is_due(step, spec.checkpoint_every) or interrupts.wants_save:
+                with writer.pause():
+                    with raise_on_all():
+                        _check_room(path, state)  # disks fill up while runs go on
+                    call_on_first(lambda: lease.check())  # which only the first one has
+                    identity = {"config": spec.to_dict(), "init_hash": init_hash}
+                    data = data_state(spec, windows, step)
+                    checkpoints.save(step, params, opt_state, identity, data)
+                    if lease:  # the save before this one is complete
+                        lease.saved = last_saved or step
+                    last_saved = step
+                    interrupts.saved()
+            interrupts.stop_if_requested(f"step {step} of {spec.num_steps} is saved")
+        return writer.summary(init_hash) if is_first() else None
 
 
-def log_run(config: ConfigDict, windows: Windows) -> None:
-    """Logs the devices, the model's size and encoding, and the data, in one line."""
+def read_batches(
+    spec: Spec, windows: Windows, mesh: jax.sharding.Mesh, start: int, stop: int
+) -> Iterator[dict]:
+    """Yields the global batches of the steps after `start`, read some steps ahead.
+
+    Each process reads its rows only.
+    """
+    rows = sharding.rows_of_this_process(mesh, spec.batch_size)
+
+    def read(step: int) -> dict:
+        return train_batch(windows, spec.seed, spec.batch_size, step, rows)
+
+    for batch in prefetch(read, start, stop):
+        yield sharding.global_batch(mesh, batch, spec.batch_size)
+
+
+def _is_evaluated(writer: MetricWriter, step: int, encoding: str | None = None) -> bool:
+    """Returns, in all processes, whether a step has a record of this encoding."""
+    return call_on_first(lambda: writer.evaluated(step, encoding) is not None)
+
+
+def _check_room(path: epath.Path, state) -> None:
+    """Raises UsageError where the disk has no room for a checkpoint."""
+    leaves = jax.tree.leaves(state)
+    check_disk(path, sum(leaf.size * leaf.dtype.itemsize for leaf in leaves))
+
+
+def _record_start(path: epath.Path, startup: Startup, step: int) -> None:
+    """Adds this start to starts.jsonl, once its first step is done."""
+    if is_first():
+        record = startup.record(step)
+        with warn_if_unwritten(path / "starts.jsonl"):
+            append_jsonl(path / "starts.jsonl", record)
+
+
+def _log_run(spec: Spec, windows: Windows) -> None:
+    """Logs devices, size, encoding and data in a line; and warmup that the run is too short for."""
     log.info(
         "%d x %s; %s parameters; %s (p = %s); %s windows of %d tokens of %s",
         jax.device_count(),
         jax.devices()[0].device_kind,
-        f"{parameters.count(config.model):,}",
-        describe(config.model),
-        config.model.rope_percentage,
+        f"{parameters.count(spec.model):,}",
+        spec.model.describe_rotation(),
+        spec.model.rope_percentage,
         f"{windows.count:,}",
-        config.data.seq_len,
-        config.data.dataset,
+        spec.data.seq_len,
+        spec.data.dataset,
     )
+    asked = spec.optimizer.warmup_steps
+    warmup = warmup_steps(spec)
+    if warmup != asked:
+        text = "optimizer.warmup_steps=%d in a run of %d steps: warmup takes %d"
+        log.info(text, asked, spec.num_steps, warmup)
 
 
-def data_state(config: ConfigDict, windows: Windows, step: int) -> dict:
+class State(NamedTuple):
+    """What training starts from; `step` is the last one that is done."""
+
+    step: int
+    params: Any
+    opt_state: Any
+    init_hash: str
+
+
+def data_state(spec: Spec, windows: Windows, step: int) -> dict:
     """Returns what identifies the training data, and the position in it after `step` updates."""
     return {
         "fingerprint": windows.store.fingerprint,
-        "seed": config.seed,
-        "seq_len": config.data.seq_len,
-        "examples": step * config.batch_size,
+        "seed": spec.seed,
+        "seq_len": spec.data.seq_len,
+        "examples": step * spec.batch_size,
     }
 
 
 def start_or_resume(
-    config: ConfigDict,
-    checkpoints: Checkpoints,
-    source: Run | None,
-    prepared: Prepared,
-    windows: Windows,
+    spec: Spec, checkpoints: Checkpoints, source: Run | None, prepared: Prepared, windows: Windows
 ) -> State:
     """Returns the state to start from, the first of these that there is:
 
@@ -310,20 +299,18 @@ def start_or_resume(
     3. from scratch.
     """
     if checkpoints.steps():
-        return resume(config, checkpoints, prepared, windows)
+        return resume(spec, checkpoints, prepared, windows)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, prepared.state)
     if source is not None:
         params = read_params(source, prepared.state[0])
         init = jax.jit(prepared.optimizer.init, out_shardings=shardings[1])
         return State(0, params, init(params), hash_arrays(params))
-    init = functools.partial(init_state, config, prepared.optimizer)
+    init = functools.partial(init_state, spec, prepared.optimizer)
     params, opt_state = jax.jit(init, out_shardings=shardings)()
     return State(0, params, opt_state, hash_arrays(params))
 
 
-def resume(
-    config: ConfigDict, checkpoints: Checkpoints, prepared: Prepared, windows: Windows
-) -> State:
+def resume(spec: Spec, checkpoints: Checkpoints, prepared: Prepared, windows: Windows) -> State:
     """Restores the newest undamaged checkpoint; sets aside damaged ones."""
 
     def read(step: int) -> State:
@@ -332,8 +319,8 @@ def resume(
             remedy = "start from it in another --workdir, with --init_from naming this one"
             raise UsageError(f"--workdir={checkpoints.directory.parent}: {problem}: {remedy}")
         reader = CheckpointReader(checkpoints.directory / str(step))
-        check_same(config, reader.config, f"checkpoint {step} is of another config")
-        expected = data_state(config, windows, step)
+        check_same(spec, reader.spec, f"checkpoint {step} is of another config")
+        expected = data_state(spec, windows, step)
         if reader.data != expected:
             other = f"was trained on other data ({reader.data}, now {expected})"
             changed = "the documents, the tokenizer, the split or how text is read have changed"
@@ -349,15 +336,6 @@ def resume(
         checkpoints.set_aside(damaged)
     log.info("resumed from step %d", step)
     return state
-
-
-def _log_warmup(config: ConfigDict) -> None:
-    """Logs the steps of warmup where the run is too short for the config's."""
-    asked = config.optimizer.warmup_steps
-    warmup = warmup_steps(config)
-    if warmup != asked:
-        text = "optimizer.warmup_steps=%d in a run of %d steps: warmup takes %d"
-        log.info(text, asked, config.num_steps, warmup)
 
 
 def main() -> dict | None:

@@ -27,7 +27,7 @@ def main() -> dict:
     """Prints the batch; returns what it holds."""
     from prope.data.view import show_batch
 
-    return show_batch(FLAGS.config, FLAGS.step, FLAGS.rows, FLAGS.plot)
+    return show_batch(command.read_spec(), FLAGS.step, FLAGS.rows, FLAGS.plot)
 
 
 if __name__ == "__main__":

@@ -9,23 +9,21 @@ import functools
 import itertools
 
 import numpy as np
-from ml_collections import ConfigDict
 
-from prope.config import is_generated
 from prope.data.batch import Batch, padding
-from prope.data.sources.find import weighted_sources
 from prope.data.store.arrays import Store, integer_shares, mixture_fingerprint
 from prope.data.tasks.windows import GeneratedWindows
 from prope.data.windows import Windows
 from prope.errors import log, usage_error
 from prope.runtime import processes
 from prope.runtime.files import absolute, as_path
+from prope.spec.data import DataSpec, is_generated
 
 _ENDLESS = 2**96  # indices of a generated source: windows of 2**64 seeds
 
 
 def open_windows(
-    data: ConfigDict, vocab_size: int, split: str
+    data: DataSpec, vocab_size: int, split: str
 ) -> "Windows | Mixture | GeneratedWindows":
     """Returns the windows of a `config.data`: of one source, of a mixture, or generated."""
     if is_generated(data.dataset):
@@ -35,9 +33,7 @@ def open_windows(
     return Windows(data, vocab_size, split)
 
 
-def open_text(
-    data: ConfigDict, vocab_size: int, split: str | None, run_data: ConfigDict, state: dict
-):
+def open_text(data: DataSpec, vocab_size: int, split: str | None, run_data: DataSpec, state: dict):
     """Opens the windows of a text to evaluate or analyse.
 
     With `split` None it is the validation split of a text that a run was trained on, and all of
@@ -45,7 +41,7 @@ def open_text(
     mixture, or if it has the fingerprint in `state`, the data item of its checkpoint. An imported
     run has no text.
     """
-    datasets = [source.dataset for _, source in weighted_sources(data)]
+    datasets = [source.dataset for _, source in data.weighted_sources()]
     if any(map(is_generated, datasets)):
         if split not in (None, "validation"):
             problem = f"{data.dataset} is generated, without end: only validation is finite"
@@ -71,15 +67,15 @@ def _warn_if_changed(name: str, fingerprint: str, trained_on: str) -> None:
         log.warning(message, name, fingerprint, trained_on)
 
 
-def _is_text_of_run(data: ConfigDict, run_data: ConfigDict, state: dict) -> bool:
-    """Tells whether a run's config.data names this dataset."""
+def _is_text_of_run(data: DataSpec, run_data: DataSpec, state: dict) -> bool:
+    """Returns whether a run's config.data names this dataset."""
     if "imported_from" in state:
         return False
-    texts = [run_data, *(source for _, source in weighted_sources(run_data))]
+    texts = [run_data, *(source for _, source in run_data.weighted_sources())]
     return _place(data) in map(_place, texts)
 
 
-def _place(data: ConfigDict) -> tuple[str, str]:
+def _place(data: DataSpec) -> tuple[str, str]:
     """Returns the dataset, and its folder in the one way in which it can be written."""
     folder = data.data_dir and str(absolute(as_path("config.data.data_dir", data.data_dir)))
     return data.dataset, folder
@@ -93,8 +89,8 @@ class Mixture:
     the loss: `shares`.
     """
 
-    def __init__(self, data: ConfigDict, vocab_size: int, split: str):
-        self.weights, sources = zip(*weighted_sources(data), strict=True)
+    def __init__(self, data: DataSpec, vocab_size: int, split: str):
+        self.weights, sources = zip(*data.weighted_sources(), strict=True)
         self.name = data.dataset
         self.split = split
         self.seq_len = data.seq_len
@@ -145,7 +141,7 @@ class Mixture:
         return starts
 
 
-def _predicted_share(data: ConfigDict, vocab_size: int, store: Store) -> float:
+def _predicted_share(data: DataSpec, vocab_size: int, store: Store) -> float:
     """Computes which share of a source's tokens is predicted; if generated, from 64 windows."""
     if is_generated(data.dataset):
         windows = GeneratedWindows(data, vocab_size, "validation")

@@ -6,7 +6,6 @@ Training does the same on first use. Rerun the same command to resume.
 """
 
 from absl import flags
-from absl.flags import FLAGS
 
 from prope import command
 
@@ -21,7 +20,7 @@ def main() -> dict:
     """Prepares the store; returns its path, size and fingerprint."""
     from prope.data.store.build import prepare
 
-    return prepare(FLAGS.config)
+    return prepare(command.read_spec())
 
 
 if __name__ == "__main__":

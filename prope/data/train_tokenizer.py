@@ -29,10 +29,9 @@ def main() -> dict:
     """Trains the model; returns its path and statistics."""
     from prope.data.vocabulary import train_tokenizer
 
-    vocab_size = FLAGS.config.model.vocab_size if FLAGS.vocab_size is None else FLAGS.vocab_size
-    return train_tokenizer(
-        FLAGS.config, FLAGS.output, vocab_size, FLAGS.model_type, FLAGS.sample_bytes
-    )
+    spec = command.read_spec()
+    vocab_size = spec.model.vocab_size if FLAGS.vocab_size is None else FLAGS.vocab_size
+    return train_tokenizer(spec, FLAGS.output, vocab_size, FLAGS.model_type, FLAGS.sample_bytes)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import numpy as np
 from etils import epath
-from ml_collections import ConfigDict
 
 from prope.data.batch import Batch
 from prope.data.mixture import open_windows
@@ -17,6 +16,7 @@ from prope.data.tokenizer import load_tokenizer, token_name
 from prope.data.windows import train_batch
 from prope.errors import usage_error
 from prope.runtime.files import write_output
+from prope.spec.run import Spec
 
 _LINE_WIDTH = 110  # columns of text
 _CONTEXT = 3  # tokens shown on either side of a border
@@ -25,16 +25,16 @@ MEASURED_TOKENS = 2**26  # the documents of a longer store are measured up to he
 _QUANTILES = {"shortest": 0, "p10": 0.1, "median": 0.5, "p90": 0.9, "longest": 1}
 
 
-def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> dict:
+def show_batch(spec: Spec, step: int, rows: int, plot: str | None) -> dict:
     """Prints rows of a batch, and draws document lengths into `plot`.
 
     Returns what the command prints last.
     """
-    data = config.data
-    windows = open_windows(data, config.model.vocab_size, "train")
-    rows = min(rows, config.batch_size)
-    batch = train_batch(windows, config.seed, config.batch_size, step, range(rows))
-    _print_rows(config, windows, step, batch)
+    data = spec.data
+    windows = open_windows(data, spec.model.vocab_size, "train")
+    rows = min(rows, spec.batch_size)
+    batch = train_batch(windows, spec.seed, spec.batch_size, step, range(rows))
+    _print_rows(spec, windows, step, batch)
     sources = []
     lengths = {}
     for weight, source in zip(windows.weights, windows.sources, strict=True):
@@ -61,7 +61,7 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
         "rows": rows,
         "seq_len": data.seq_len,
         "windows": windows.count,
-        "steps_per_epoch": round(windows.count / config.batch_size, 2),
+        "steps_per_epoch": round(windows.count / spec.batch_size, 2),
         "documents_in_rows": int(batch["segment_ids"].max(axis=1).sum()),
         "weight_share": round(float(batch["weights"].mean()), 4),
         "sources": sources,
@@ -70,11 +70,11 @@ def show_batch(config: ConfigDict, step: int, rows: int, plot: str | None) -> di
     }
 
 
-def _print_rows(config: ConfigDict, windows, step: int, batch: Batch) -> None:
-    tokenizer = load_tokenizer(config.data.tokenizer)
+def _print_rows(spec: Spec, windows, step: int, batch: Batch) -> None:
+    tokenizer = load_tokenizer(spec.data.tokenizer)
     for row in range(len(batch["tokens"])):
-        window = windows.window_index(step * config.batch_size + row, config.seed)
-        place = f"step {step}, row {row} of {config.batch_size}"
+        window = windows.window_index(step * spec.batch_size + row, spec.seed)
+        place = f"step {step}, row {row} of {spec.batch_size}"
         print(f"=== {place}: window {window:,} of {windows.count:,} ===")
         if isinstance(windows, GeneratedWindows):
             lines = windows.describe(window)

@@ -11,15 +11,16 @@ import io
 from collections.abc import Iterable, Iterator
 
 from etils import epath
-from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from prope.data.sources.base import check_bad_rows, cut_text
-from prope.data.sources.find import find_source, weighted_sources
+from prope.data.sources.find import find_source
 from prope.data.store.split import find_rule, hash_text
 from prope.data.tokenizer import GEMMA_IDS, load_tokenizer
 from prope.errors import first_line, log, usage_error
 from prope.runtime.files import is_url, write_output
+from prope.spec.data import DataSpec
+from prope.spec.run import Spec
 
 _LINE_BYTES = 4096  # SentencePiece leaves out lines above its limit
 _RESERVED_IDS = 4 + 256  # the special ones and the bytes
@@ -27,7 +28,7 @@ _THREADS = 4  # fixed, because the sums of a unigram model depend on it
 
 
 def train_tokenizer(
-    config: ConfigDict, output: str, vocab_size: int, model_type: str, sample_bytes: int
+    spec: Spec, output: str, vocab_size: int, model_type: str, sample_bytes: int
 ) -> dict:
     """Trains a model on the data of a run's config, and writes it.
 
@@ -44,7 +45,7 @@ def train_tokenizer(
         raise usage_error("--vocab_size", vocab_size, problem, default)
     lines = []
     train_bytes = 0
-    for weight, data in weighted_sources(config.data):
+    for weight, data in spec.data.weighted_sources():
         sampled, num_bytes = sample(_train_documents(data), int(sample_bytes * weight))
         lines += sampled
         train_bytes += num_bytes
@@ -65,7 +66,7 @@ def train_tokenizer(
     }
 
 
-def _train_documents(data: ConfigDict) -> Iterator[bytes]:
+def _train_documents(data: DataSpec) -> Iterator[bytes]:
     """Yields the training text of a source, with a progress bar in a terminal."""
     source = find_source(data)
     rule = find_rule(source, data.validation_fraction)

@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from prope.data.batch import Batch
 from prope.data.store.arrays import Store, find_store, retry_tokens
 from prope.data.store.build import check_split, open_store
 from prope.errors import UsageError, log, usage_error
 from prope.runtime import processes, watchdog
+from prope.spec.data import DataSpec
 
 _SCAN_TOKENS = 2**18  # tokens of the stream that are searched at a time
 
@@ -37,7 +37,7 @@ class Windows:
     because a mixture has several.
     """
 
-    def __init__(self, data: ConfigDict, vocab_size: int, split: str):
+    def __init__(self, data: DataSpec, vocab_size: int, split: str):
         self.store: Store = _open_on_all(data, vocab_size)
         check_split(self.store, data, split)
         self.name = data.dataset
@@ -144,7 +144,7 @@ class Windows:
 
 
 @watchdog.paused()  # text is tokenized on first use, maybe for an hour
-def _open_on_all(data: ConfigDict, vocab_size: int) -> Store:
+def _open_on_all(data: DataSpec, vocab_size: int) -> Store:
     """Opens the store in all processes of a run; the first one prepares it, without the others."""
     if processes.count() == 1:
         return open_store(data, vocab_size)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from prope.errors import INTERRUPTED, PREEMPTED
+from prope.errors import INTERRUPTED, PREEMPTED, Stopped
 from prope.runtime import processes
 
 
@@ -98,6 +98,23 @@ class Interrupts(contextlib.AbstractContextManager):
     def ask_to_stop(self) -> None:
         """Makes the next `poll` ask to save and stop, as SIGTERM does."""
         self._signalled = Request.STOP
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the last `poll` found SIGTERM or Ctrl-C."""
+        return self.request > Request.SAVE
+
+    @property
+    def wants_save(self) -> bool:
+        """Whether the last `poll` found any request: to stop needs a save, too."""
+        return self.request > Request.NONE
+
+    def stop_if_requested(self, saved: str) -> None:
+        """Raises Stopped where the last `poll` found SIGTERM or Ctrl-C; `saved` tells what is."""
+        reasons = {Request.STOP: ("SIGTERM", PREEMPTED), Request.INTERRUPT: ("Ctrl-C", INTERRUPTED)}
+        if self.should_stop:
+            signal_name, code = reasons[self.request]
+            raise Stopped(f"{signal_name}: {saved}; the same command goes on", code)
 
     def saved(self) -> None:
         """Restarts the save timer; all processes call it after the same `poll`."""

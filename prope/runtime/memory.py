@@ -6,9 +6,9 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
 from prope.errors import UsageError
+from prope.spec.run import Spec
 
 # Options of glibc's malloc, which take blocks of any size from a heap that never shrinks.
 _M_MMAP_MAX = -4
@@ -43,15 +43,15 @@ def check_memory(compiled: jax.stages.Compiled, remedy: str) -> None:
     _check(step_bytes(compiled.memory_analysis()), remedy)
 
 
-def check_activations(config: ConfigDict, remedy: str) -> None:
+def check_activations(spec: Spec, remedy: str) -> None:
     """Raises UsageError, before a compilation of minutes, where not even the least fits.
 
     That is what every layer keeps: its input [rows of a microbatch, seq_len, embed_dim], and two
     such arrays of hidden_dim where remat saves wide matmuls. Attention keeps more.
     """
-    model = config.model
-    tensor = config.mesh.tensor
-    tokens = config.batch_size // config.accumulation * config.data.seq_len
+    model = spec.model
+    tensor = spec.mesh.tensor
+    tokens = spec.batch_size // spec.accumulation * spec.data.seq_len
     tokens_per_device = tokens // (jax.device_count() // tensor)
     width = model.embed_dim
     if model.remat in ("none", "minimal"):

@@ -16,7 +16,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from ml_collections import ConfigDict
 from orbax.checkpoint import checkpoint_managers as policies
 
 from prope.errors import (
@@ -32,6 +31,7 @@ from prope.errors import (
 )
 from prope.runtime import processes
 from prope.runtime.files import absolute, is_url, os_errors_of_tensorstore, retry_reads
+from prope.spec.run import CheckpointSpec
 from prope.workdir.hashes import array_hashes, array_shapes, hash_json
 from prope.workdir.reader import HASHES, CheckpointReader, Damaged, write_hashes
 
@@ -85,7 +85,7 @@ def newest_undamaged(
 class Checkpoints(contextlib.AbstractContextManager):
     """Saves and restores the checkpoints of a run that trains."""
 
-    def __init__(self, workdir: epath.PathLike, keep: ConfigDict | None = None):
+    def __init__(self, workdir: epath.PathLike, keep: CheckpointSpec | None = None):
         """Opens W/checkpoints; `keep` is the run's `config.checkpoint`, by default all are kept."""
         self.directory = absolute(workdir) / "checkpoints"
         self._saving = 0  # the last step saved
@@ -248,7 +248,7 @@ def _read_back(folder: epath.Path, arrays: dict[str, Any]) -> None:
         raise RunFailed(f"{problem}: see to the storage, or choose another --workdir") from error
 
 
-def _preservation_policy(keep: ConfigDict | None):
+def _preservation_policy(keep: CheckpointSpec | None):
     """Keeps the newest checkpoints, and one every `keep.keep_every` steps."""
     if keep is None:
         return None

@@ -12,7 +12,6 @@ from concurrent import futures
 
 import jax
 from etils import epath
-from ml_collections import ConfigDict
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -21,6 +20,7 @@ from prope.optimizer import learning_rate
 from prope.runtime import processes
 from prope.runtime.files import append_jsonl, is_url, upload, write_atomic
 from prope.runtime.progress import has_bars
+from prope.spec.run import Spec
 from prope.workdir.lease import Lease
 from prope.workdir.records import find_validation, read_jsonl
 
@@ -194,7 +194,7 @@ class MetricWriter(contextlib.ExitStack):
 
     def __init__(
         self,
-        config: ConfigDict,
+        spec: Spec,
         workdir: epath.Path,
         start: int,
         stop: int,
@@ -207,11 +207,11 @@ class MetricWriter(contextlib.ExitStack):
         Nothing is written once the lease is lost.
         """
         super().__init__()
-        self._config = config
+        self._spec = spec
         self._workdir = workdir
         self._start = start
         self._stop = stop
-        self._step_tokens = config.batch_size * config.data.seq_len
+        self._step_tokens = spec.batch_size * spec.data.seq_len
         self._step_flops = model_flops_per_token * self._step_tokens
         self._peak_flops = peak_flops
         self._files = self.enter_context(RecordFiles(workdir, start, lease))
@@ -259,9 +259,9 @@ class MetricWriter(contextlib.ExitStack):
         """Writes and shows an evaluation."""
         identity = {
             "step": step,
-            "dataset": self._config.data.dataset,
-            "seq_len": self._config.data.seq_len,
-            "max_windows": self._config.eval.max_windows,
+            "dataset": self._spec.data.dataset,
+            "seq_len": self._spec.data.seq_len,
+            "max_windows": self._spec.eval.max_windows,
         }
         encoding = record.get("encoding")
         tag = f"eval/{encoding}" if encoding else "eval"
@@ -275,7 +275,7 @@ class MetricWriter(contextlib.ExitStack):
     def evaluated(self, step: int, encoding: str | None = None) -> dict | None:
         """Returns the newest evaluation of `step` on this config's validation windows, if any."""
         records = read_jsonl(self._workdir / "eval.jsonl")
-        return find_validation(records, self._config, step, encoding)
+        return find_validation(records, self._spec, step, encoding)
 
     def summary(self, init_hash: str) -> dict:
         """Returns what the command prints; what the last step has no record of is None."""
@@ -291,7 +291,7 @@ class MetricWriter(contextlib.ExitStack):
             "loss": last.get("loss"),
             "eval_loss": evaluation.get("loss"),
             **{name: evaluation.get(name) for name in _EVALUATION},
-            "rope_percentage": self._config.model.rope_percentage,
+            "rope_percentage": self._spec.model.rope_percentage,
             "init_hash": init_hash,
             "tokens_per_second": speed,
             "skipped_steps": len(read_jsonl(self._workdir / "skips.jsonl")),
@@ -311,10 +311,10 @@ class MetricWriter(contextlib.ExitStack):
             return
         self._skips_in_a_row = 0
         self._bar.update(step - self._bar.n)
-        if step % self._config.log_every and step not in (1, self._stop):
+        if step % self._spec.log_every and step not in (1, self._stop):
             return
         record = {"step": step, **metrics, "batch_hash": batch_hash}
-        record["learning_rate"] = float(learning_rate(self._config)(step - 1))
+        record["learning_rate"] = float(learning_rate(self._spec)(step - 1))
         record |= self._measure_speed(step, end.result() - self._began, data_wait)
         self._files.write("metrics.jsonl", "train", record)
         self._show(record)
@@ -361,9 +361,9 @@ class MetricWriter(contextlib.ExitStack):
         """Records a step that was not finite and so changed nothing, or raises RunFailed."""
         self._skips_in_a_row += 1
         values = f"step {step} has loss {metrics['loss']} and grad_norm {metrics['grad_norm']}"
-        rate = self._config.optimizer.learning_rate
+        rate = self._spec.optimizer.learning_rate
         lower = f"Lower config.optimizer.learning_rate (now {rate}) and start in a new --workdir"
-        if self._config.on_nonfinite == "stop":
+        if self._spec.on_nonfinite == "stop":
             kept = f"the earlier checkpoints in {self._workdir} are good"
             go_on = "or go on here with --config.on_nonfinite=skip"
             raise RunFailed(f"{values}; {kept}. {lower}, {go_on}")

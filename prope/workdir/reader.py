@@ -16,9 +16,9 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 from jax.tree_util import DictKey, keystr, tree_leaves_with_path, tree_map_with_path
-from ml_collections import ConfigDict
 
-from prope import config as config_lib
+from prope import parameters
+from prope.config import spec_from_dict
 from prope.errors import UsageError, first_line
 from prope.runtime import processes
 from prope.runtime.files import (
@@ -30,7 +30,7 @@ from prope.runtime.files import (
     retry_reads,
     write_atomic,
 )
-from prope.stack import parameters
+from prope.spec.run import Spec
 from prope.workdir.hashes import array_hashes, array_shapes, hash_json, hash_on_host
 
 HASHES = "hashes.json"  # beside the items, written last
@@ -66,7 +66,7 @@ class CheckpointReader:
             raise Damaged(items["damaged"])
         self._hashes: dict[str, Any] = items["hashes"]
         self.data: dict[str, Any] = items["data"]
-        self.config: ConfigDict = config_lib.from_dict(items["config"]["config"])
+        self.spec: Spec = spec_from_dict(items["config"]["config"])
         self.init_hash: str = items["config"]["init_hash"]
 
     def _read_items(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class CheckpointReader:
     @functools.cached_property
     def shapes(self) -> dict[str, Any]:
         """Shapes and dtypes of the parameters."""
-        return parameters.shapes(self.config.model)
+        return parameters.shapes(self.spec.model)
 
     def read(self, path: tuple[str, ...], layer: int | None = None):
         """Reads the parameter at a path of the nested dict, or all below it, onto the host.
@@ -197,8 +197,8 @@ class CheckpointReader:
                 "base": f"{(self._folder / item).as_uri()}/",
                 "path": keystr(path, simple=True, separator=".") + "/",
             }
-            spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
-            store = ts.open(spec, open=True, read=True, context=self._context).result()
+            zarr = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
+            store = ts.open(zarr, open=True, read=True, context=self._context).result()
             if (store.shape, store.dtype.numpy_dtype) != (leaf.shape, leaf.dtype):
                 raise ValueError(f"it is {store.dtype.name}{list(store.shape)}, not {leaf}")
             self._stores[item, path] = store

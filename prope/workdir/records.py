@@ -4,10 +4,10 @@ import functools
 from collections.abc import Iterable
 
 from etils import epath
-from ml_collections import ConfigDict
 
 from prope.errors import log
 from prope.runtime.files import parse_json, read_bytes, retry_reads
+from prope.spec.run import Spec
 
 # The encoding, in evaluations of a run that begins from another, of that other one.
 UNCONVERTED = "init_from"
@@ -50,7 +50,7 @@ def find_evaluations(records: Iterable[dict], **fields) -> list[dict]:
 
 
 def evaluations_of_training(
-    records: Iterable[dict], config: ConfigDict, step: int, encoding: str | None = None
+    records: Iterable[dict], spec: Spec, step: int, encoding: str | None = None
 ) -> list[dict]:
     """Selects the evaluations of a step on the documents and window length of training.
 
@@ -58,9 +58,9 @@ def evaluations_of_training(
     and has the fingerprint of its documents. `encoding` is the run's own (None), or UNCONVERTED.
     """
     find = functools.partial(find_evaluations, encoding=encoding)
-    dataset = config.data.dataset
-    records = find(records, step=step, dataset=dataset, seq_len=config.data.seq_len)
-    limited = find(records, max_windows=config.eval.max_windows)
+    dataset = spec.data.dataset
+    records = find(records, step=step, dataset=dataset, seq_len=spec.data.seq_len)
+    limited = find(records, max_windows=spec.eval.max_windows)
     oldest_first = limited or records
     if not oldest_first:
         return []
@@ -75,11 +75,11 @@ def find_evaluation(records: Iterable[dict], **fields) -> dict | None:
 
 
 def find_validation(
-    records: Iterable[dict], config: ConfigDict, step: int, encoding: str | None = None
+    records: Iterable[dict], spec: Spec, step: int, encoding: str | None = None
 ) -> dict | None:
-    """Returns the newest evaluation of a step on the validation windows of `config`, if any."""
-    records = evaluations_of_training(records, config, step, encoding)
-    return find_evaluation(records, max_windows=config.eval.max_windows, encoding=encoding)
+    """Returns the newest evaluation of a step on the validation windows of `spec`, if any."""
+    records = evaluations_of_training(records, spec, step, encoding)
+    return find_evaluation(records, max_windows=spec.eval.max_windows, encoding=encoding)
 
 
 def find_pair(

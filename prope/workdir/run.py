@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from etils import epath
-from ml_collections import ConfigDict
 
-from prope import config as config_lib
 from prope import sharding
+from prope.config import spec_from_dict
 from prope.errors import Stopped, UsageError, usage_error
 from prope.runtime import processes
 from prope.runtime.files import (
@@ -23,6 +22,7 @@ from prope.runtime.files import (
     tokenizer_file,
     write_atomic,
 )
+from prope.spec.run import Spec, differences
 from prope.workdir.checkpoints import finished_steps, list_steps, newest_undamaged
 from prope.workdir.lease import Lease
 from prope.workdir.reader import CheckpointReader
@@ -38,31 +38,31 @@ class Run:
     """A run opened at one of its checkpoints; its reader `checkpoint` verifies what it reads."""
 
     def __init__(
-        self, workdir: epath.Path, config: ConfigDict, steps: list[int], remedy: str | None = None
+        self, workdir: epath.Path, spec: Spec, steps: list[int], remedy: str | None = None
     ):
-        """Opens the first of `steps`; `first_undamaged` may try the others, which are older.
+        """Opens the first of `steps`; `restore_newest_valid` may try the others, which are older.
 
         `remedy` is what it tells where all are damaged.
         """
         self.workdir = workdir
-        self.config = config
+        self.spec = spec
         self.step = steps[0]
         self._steps = steps
         self._remedy = remedy
         self.checkpoint = CheckpointReader(workdir / "checkpoints" / str(self.step))
         self.init_hash: str = self.checkpoint.init_hash
         disagreement = f"{workdir}: config.json and checkpoint {self.step} disagree"
-        check_same(config, self.checkpoint.config, disagreement)
+        check_same(spec, self.checkpoint.spec, disagreement)
         self.checkpoint.check(params=self.checkpoint.shapes)
 
-    def first_undamaged(self, read: Callable[["Run"], Any]) -> tuple["Run", Any]:
+    def restore_newest_valid(self, read: Callable[["Run"], Any]) -> tuple["Run", Any]:
         """Returns (run, read(run)) of the newest checkpoint whose `read` does not raise Damaged.
 
         Where --step named this one, no other is tried. Raises UsageError where all are damaged.
         """
 
         def read_one(step: int) -> tuple[Run, Any]:
-            run = self if step == self.step else Run(self.workdir, self.config, [step])
+            run = self if step == self.step else Run(self.workdir, self.spec, [step])
             return run, read(run)
 
         directory = self.workdir / "checkpoints"
@@ -85,8 +85,8 @@ def open_run(workdir: epath.PathLike, step: int | None = None) -> Run:
     """
     path = as_path("--workdir", workdir)
     with processes.raise_on_all():
-        config = read_config(path)
-        if config is None:
+        spec = read_config(path)
+        if spec is None:
             raise usage_error("--workdir", workdir, "no run there (no config.json)", _REMEDY)
     steps = list_steps(path)
     if not steps:
@@ -104,7 +104,7 @@ def open_run(workdir: epath.PathLike, step: int | None = None) -> Run:
 
     def open_at(newest: int) -> Run:
         older = [step for step in reversed(steps) if step <= newest]
-        return Run(path, config, older, remedy)
+        return Run(path, spec, older, remedy)
 
     _, run = newest_undamaged(path / "checkpoints", steps[::-1], open_at, remedy)
     return run
@@ -112,14 +112,14 @@ def open_run(workdir: epath.PathLike, step: int | None = None) -> Run:
 
 @contextlib.contextmanager
 def open_workdir(
-    path: epath.Path, config: ConfigDict, on_loss: Callable[[], None] = lambda: None
+    path: epath.Path, spec: Spec, on_loss: Callable[[], None] = lambda: None
 ) -> Iterator[Lease | None]:
     """Creates the directory, unless it holds another run; yields its lease in the first process.
 
     Removes it again where the run is refused before its first step. `on_loss` is called in another
     thread where another training has taken the run over.
     """
-    _read_same(path, config)
+    _read_same(path, spec)
     is_new = not path.exists()
     created = []
     if not is_url(path):
@@ -134,7 +134,7 @@ def open_workdir(
         if lease:
             # Another training may have begun and ended while this one waited.
             is_new = is_new and not (path / "config.json").exists()
-            _check_records(path, _read_same(path, config), lease)
+            _check_records(path, _read_same(path, spec), lease)
         yield lease
         _note_saved(path, lease)
     except Stopped:
@@ -153,19 +153,19 @@ def open_workdir(
             lease.release()
 
 
-def _read_same(path: epath.Path, config: ConfigDict) -> ConfigDict | None:
-    """Reads the config of a run, if any; raises UsageError where it is another than `config`."""
+def _read_same(path: epath.Path, spec: Spec) -> Spec | None:
+    """Reads the config of a run, if any; raises UsageError where it is another than `spec`."""
     existing = read_config(path)
     if existing is not None:
         problem = f"--workdir={path}: holds a run of another config"
         remedy = "; choose another --workdir, or the config that it was started with"
-        if config.num_steps > existing.num_steps:  # which the learning rate depends on
+        if spec.num_steps > existing.num_steps:  # which the learning rate depends on
             remedy += f"; --init_from={path} in another --workdir trains its parameters for longer"
-        check_same(config, existing, problem, remedy)
+        check_same(spec, existing, problem, remedy)
     return existing
 
 
-def _check_records(path: epath.Path, config: ConfigDict | None, lease: Lease) -> None:
+def _check_records(path: epath.Path, spec: Spec | None, lease: Lease) -> None:
     """Raises UsageError where training would start anew over records that no checkpoint explains.
 
     Those of a run that was killed before its first checkpoint are computed again. Where some
@@ -179,7 +179,7 @@ def _check_records(path: epath.Path, config: ConfigDict | None, lease: Lease) ->
     records = read_jsonl(path / "metrics.jsonl") + read_jsonl(path / "eval.jsonl")
     last = max((record["step"] for record in records), default=0)
     # Training makes the folder before it writes records, and waits for its first checkpoint.
-    is_young = config is not None and not lease.saved and last <= config.checkpoint_every
+    is_young = spec is not None and not lease.saved and last <= spec.checkpoint_every
     if records and not (is_young and (is_url(path) or folder.exists())):
         problem = f"has records up to step {last}, and no checkpoint"
         remedy = "bring its checkpoints/ back from a copy; to train anew, move it away"
@@ -212,20 +212,20 @@ def find_runs(workdir: epath.PathLike) -> list[epath.Path]:
     return runs
 
 
-def read_config(workdir: epath.Path) -> ConfigDict | None:
+def read_config(workdir: epath.Path) -> Spec | None:
     """Reads W/config.json; None where there is none.
 
     A tokenizer that lies in W, file or folder, is taken from there: the run may have been moved.
     """
-    config = read_config_file(workdir / "config.json")
-    if config is not None and config.data.tokenizer != "byte":
-        beside = workdir / os.path.basename(config.data.tokenizer.rstrip("/"))
+    spec = read_config_file(workdir / "config.json")
+    if spec is not None and spec.data.tokenizer != "byte":
+        beside = workdir / os.path.basename(spec.data.tokenizer.rstrip("/"))
         if tokenizer_file(beside).is_file():
-            config.data.tokenizer = str(beside)
-    return config
+            spec = spec.replace({"data.tokenizer": str(beside)})
+    return spec
 
 
-def read_config_file(path: epath.Path) -> ConfigDict | None:
+def read_config_file(path: epath.Path) -> Spec | None:
     """Reads the config.json of a run; None where there is none."""
     values = read_json(path, "restore it from a checkpoint's config item")
     if values is None:
@@ -235,18 +235,18 @@ def read_config_file(path: epath.Path) -> ConfigDict | None:
         problem = f"this version of prope reads format {FORMAT}"
         remedy = f"use commit {_LAST_COMMIT}, or train again in a new --workdir"
         raise usage_error(f"{path}: format", saved_format, problem, remedy)
-    return config_lib.from_dict(values)
+    return spec_from_dict(values)
 
 
-def write_config(workdir: epath.Path, config: ConfigDict) -> None:
+def write_config(workdir: epath.Path, spec: Spec) -> None:
     """Writes W/config.json, whole or not at all."""
-    values = {"format": FORMAT} | config.to_dict()
+    values = {"format": FORMAT} | spec.to_dict()
     write_atomic(workdir / "config.json", json.dumps(values, indent=2) + "\n")
 
 
-def check_same(config: ConfigDict, other: ConfigDict, message: str, remedy: str = "") -> None:
-    """Raises UsageError with every field in which `other` is another run than `config`."""
-    differing = config_lib.differences(config, other)
+def check_same(spec: Spec, other: Spec, message: str, remedy: str = "") -> None:
+    """Raises UsageError with every field in which `other` is another run than `spec`."""
+    differing = differences(spec, other)
     if differing:
         raise UsageError(f"{message} ({'; '.join(differing)}){remedy}")
 

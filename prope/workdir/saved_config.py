@@ -2,6 +2,7 @@
 
 from ml_collections import ConfigDict
 
+from prope.config import to_config
 from prope.errors import UsageError
 from prope.runtime.files import as_path
 from prope.workdir.run import read_config, read_config_file
@@ -11,7 +12,7 @@ def get_config(path: str) -> ConfigDict:
     """Returns the config that a run has saved."""
     file = as_path("--config", path)
     # As a run it also finds a tokenizer that lies beside.
-    config = read_config(file.parent) if file.name == "config.json" else read_config_file(file)
-    if config is None:
+    spec = read_config(file.parent) if file.name == "config.json" else read_config_file(file)
+    if spec is None:
         raise UsageError(f"--config={path}: there is no such file")
-    return config
+    return to_config(spec)

@@ -1,22 +1,22 @@
 """The run that another begins from by --init_from: its parameters, and its encoding."""
 
+import dataclasses
 import functools
 
 from etils import epath
-from ml_collections import ConfigDict
 
-from prope.config import MAY_CHANGE, flat, names_field
 from prope.encodings import FIELDS
 from prope.errors import log, usage_error
 from prope.runtime.files import absolute, read_bytes, retry_reads, write_atomic
 from prope.runtime.processes import call_on_first
+from prope.spec.run import Spec, may_change
 from prope.workdir.checkpoints import list_steps
 from prope.workdir.run import Run, open_run
 
 INIT_FROM = "init_from"  # file of a run: the place whose parameters it was begun from
 
 
-def open_source(config: ConfigDict, workdir: epath.Path, init_from: str | None) -> Run | None:
+def open_source(spec: Spec, workdir: epath.Path, init_from: str | None) -> Run | None:
     """Opens the run that this one begins from, where it has yet to begin.
 
     Logs where its encoding or data differ; raises UsageError where its model is another one.
@@ -27,12 +27,13 @@ def open_source(config: ConfigDict, workdir: epath.Path, init_from: str | None) 
     if init_from is None:
         return None
     run = open_run(init_from)
-    ours = flat(config)
-    theirs = flat(run.config)
+    ours = spec.flat()
+    theirs = run.spec.flat()
     compared = [name for name in ours if name.startswith(("model.", "data."))]
     changed = [name for name in compared if ours[name] != theirs[name]]
-    may_change = (*MAY_CHANGE, "data.", *(f"model.{field}" for field in FIELDS))
-    refused = [name for name in changed if not names_field(may_change, name)]
+    encoding = {f"model.{field}" for field in FIELDS}
+    kept = [name for name in changed if not (may_change(name) or name.startswith("data."))]
+    refused = [name for name in kept if name not in encoding]
     if refused:
         differing = "; ".join(f"{name}: {theirs[name]}, not {ours[name]}" for name in refused)
         raise usage_error("--init_from", init_from, f"is another model ({differing})")
@@ -66,15 +67,13 @@ def recorded_init_from(workdir: epath.Path, init_from: str | None) -> str | None
     return init_from
 
 
-def config_before(config: ConfigDict, source: Run) -> ConfigDict:
-    """Returns a run's config with the encoding of the run that it begins from."""
-    before = config.copy_and_resolve_references()
-    with before.model.ignore_type():  # p may be one number for each layer
-        before.model.update({field: source.config.model[field] for field in FIELDS})
-    return before
+def spec_before(spec: Spec, source: Run) -> Spec:
+    """Returns a run's spec with the encoding of the run that it begins from."""
+    encoding = {field: getattr(source.spec.model, field) for field in FIELDS}
+    return dataclasses.replace(spec, model=dataclasses.replace(spec.model, **encoding))
 
 
 def read_params(source: Run, abstract):
     """Reads the parameters of the run that another begins from, sharded as `abstract`."""
-    _, params = source.first_undamaged(lambda run: run.params(abstract))
+    _, params = source.restore_newest_valid(lambda run: run.params(abstract))
     return params

@@ -4,18 +4,16 @@ To add one: a file beside this one, and a line in `find_source`. prope/data/READ
 synthetic/TASK and longcontext/TASK have no documents: prope/data/tasks generates their windows.
 """
 
-from ml_collections import ConfigDict
-
-from prope.config import is_generated
 from prope.data.sources.base import Source, TextRule
 from prope.data.sources.files import files
 from prope.data.sources.python_library import python_docs, python_source
 from prope.data.sources.tfds import download_hint, tfds_source
 from prope.errors import usage_error
 from prope.runtime.files import as_path, is_url, local_cache, retry_reads
+from prope.spec.data import DataSpec, is_generated
 
 
-def find_source(data: ConfigDict) -> Source:
+def find_source(data: DataSpec) -> Source:
     """Returns the source that `config.data` names.
 
     Raises UsageError where it is missing, which says how to download it.
@@ -46,18 +44,3 @@ def find_source(data: ConfigDict) -> Source:
         if folder.is_file():
             problem = f"is a file; give the folder that holds it, {folder.parent}"
         raise usage_error("config.data.data_dir", data.data_dir, problem) from None
-
-
-def weighted_sources(data: ConfigDict) -> list[tuple[float, ConfigDict]]:
-    """Lists the sources of a `config.data`: (weight, its `config.data`); weights sum to 1."""
-    if data.dataset != "mixture":
-        return [(1.0, data)]
-    total = sum(entry["weight"] for entry in data.mixture)
-    sources = []
-    for entry in data.mixture:
-        fields = dict(entry)
-        weight = fields.pop("weight") / total
-        source = data.copy_and_resolve_references()
-        source.update({"mixture": (), "data_dir": "", "store": ""} | fields)
-        sources.append((weight, source))
-    return sources

@@ -21,11 +21,9 @@ from collections.abc import Iterator
 
 import filelock
 import numpy as np
-from ml_collections import ConfigDict
 
-from prope.config import is_generated
 from prope.data.sources.base import Source, check_bad_rows
-from prope.data.sources.find import find_source, weighted_sources
+from prope.data.sources.find import find_source
 from prope.data.store import arrays, pack, workers
 from prope.data.store.arrays import COUNTS, SPLITS, UNIGRAM_LOSSES, Store, find_store
 from prope.data.store.split import find_rule, warn_of_known_lines
@@ -50,6 +48,8 @@ from prope.runtime.files import (
     local_cache,
     os_errors_of_tensorstore,
 )
+from prope.spec.data import DataSpec, is_generated
+from prope.spec.run import Spec
 
 # Fields of config.data that a store is made with.
 _SETTINGS = ("dataset", "text_feature", "template", "separator", "loss_on", "validation_fraction")
@@ -57,7 +57,7 @@ _SIZES = ("tokens", "documents", "bytes", "unk_tokens")
 POLL_SECONDS = 1.0  # hundreds of hosts may wait for a lock in a shared folder
 
 
-def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> Store:
+def open_store(data: DataSpec, vocab_size: int, stats: dict | None = None) -> Store:
     """Returns the token store of one source's `config.data`; prepares it if it does not exist.
 
     If the store was prepared, `stats` is filled with `tokens` and `workers`. Raises UsageError
@@ -77,7 +77,7 @@ def open_store(data: ConfigDict, vocab_size: int, stats: dict | None = None) -> 
     return store
 
 
-def _find_or_write(data: ConfigDict, tokenizer: str, stats: dict) -> Store:
+def _find_or_write(data: DataSpec, tokenizer: str, stats: dict) -> Store:
     """Returns the store in the cache; prepares it if it does not exist."""
     source = find_source(data)
     rule = {
@@ -112,7 +112,7 @@ def _find_or_write(data: ConfigDict, tokenizer: str, stats: dict) -> Store:
     return store
 
 
-def _open_at_place(data: ConfigDict, tokenizer: str) -> Store:
+def _open_at_place(data: DataSpec, tokenizer: str) -> Store:
     """Opens the store that `config.data.store` names.
 
     Raises UsageError where it was made with other settings or another tokenizer.
@@ -129,9 +129,9 @@ def _open_at_place(data: ConfigDict, tokenizer: str) -> Store:
     made_with = {"template": "", "separator": ""} | rule | rule["source"]
     made_with["loss_on"] = "targets" if rule["has_prompts"] else "all"
     for name in _SETTINGS:
-        if name in made_with and made_with[name] != data[name]:
+        if name in made_with and made_with[name] != getattr(data, name):
             problem = f"the store {path} was made with {made_with[name]!r}"
-            raise usage_error(f"config.data.{name}", data[name], problem, "set that")
+            raise usage_error(f"config.data.{name}", getattr(data, name), problem, "set that")
     if rule["tokenizer"] != tokenizer:
         other = f"the store {path} was made with {rule['tokenizer']} (sha256 of the model)"
         problem = f"is {tokenizer}, and {other}"
@@ -139,7 +139,7 @@ def _open_at_place(data: ConfigDict, tokenizer: str) -> Store:
     return store
 
 
-def check_split(store: Store, data: ConfigDict, split: str) -> None:
+def check_split(store: Store, data: DataSpec, split: str) -> None:
     """Raises UsageError where no document of the store of `config.data` is in the split."""
     if not store.count("documents", split):
         problem = f"no document of {data.dataset} falls into the {split} split"
@@ -190,7 +190,7 @@ def _lock_preparation(cache: str, name: str) -> Iterator[pathlib.Path]:
 
 
 def _write_store(
-    source: Source, data: ConfigDict, rule: dict, path: str, chunks: pathlib.Path, stats: dict
+    source: Source, data: DataSpec, rule: dict, path: str, chunks: pathlib.Path, stats: dict
 ) -> None:
     """Packs the source, and writes the store from its chunks; the index makes it valid."""
     split_rule = find_rule(source, data.validation_fraction)
@@ -231,7 +231,7 @@ def _log_unknown(index: dict, tokenizer: str) -> None:
 
 
 def _concatenate(
-    path: str, data: ConfigDict, chunks: pathlib.Path, records: list[dict], splits: tuple[str, ...]
+    path: str, data: DataSpec, chunks: pathlib.Path, records: list[dict], splits: tuple[str, ...]
 ) -> dict:
     """Writes the two arrays; returns fields of the index.
 
@@ -263,11 +263,11 @@ def _concatenate(
     return about
 
 
-def prepare(config: ConfigDict) -> dict:
+def prepare(spec: Spec) -> dict:
     """Prepares every source of a run's config.data; returns what the command prints."""
-    weights, sources = zip(*weighted_sources(config.data), strict=True)
-    results = [_prepare_source(source, config.model.vocab_size) for source in sources]
-    if config.data.dataset != "mixture":
+    weights, sources = zip(*spec.data.weighted_sources(), strict=True)
+    results = [_prepare_source(source, spec.model.vocab_size) for source in sources]
+    if spec.data.dataset != "mixture":
         return results[0]
     fingerprints = [result["fingerprint"] for result in results]
     pairs = zip(weights, results, strict=True)
@@ -279,7 +279,7 @@ def prepare(config: ConfigDict) -> dict:
     }
 
 
-def _prepare_source(data: ConfigDict, vocab_size: int) -> dict:
+def _prepare_source(data: DataSpec, vocab_size: int) -> dict:
     """Prepares the store of one source's `config.data`; returns what is printed about it."""
     if is_generated(data.dataset):
         log.info("%s is generated while it is read: there is nothing to prepare", data.dataset)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool
 
-from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from prope.data.sources.base import LISTED, Chunk, Source
@@ -21,6 +20,7 @@ from prope.errors import RunFailed, log
 from prope.runtime.files import read_json
 from prope.runtime.processes import count_cores
 from prope.runtime.progress import has_bars
+from prope.spec.data import DataSpec
 
 _ONE_PROCESS_BYTES = 2**26  # below this, starting workers costs more than they save
 _LOG_SECONDS = 30.0  # between lines where there is no terminal
@@ -29,7 +29,7 @@ _NumberedChunks = list[tuple[int, Chunk]]
 
 
 def pack_chunks(
-    source: Source, data: ConfigDict, rule: SplitRule, folder: pathlib.Path, stats: dict
+    source: Source, data: DataSpec, rule: SplitRule, folder: pathlib.Path, stats: dict
 ) -> list[dict]:
     """Packs every chunk that has no files yet; returns the records of all, in order.
 
