@@ -52,6 +52,11 @@ class Walk:
         self.tokens = tokens
         B, T = tokens.shape
         self.layers = spec.layers_at(T)
+        cap = spec.attention_softcap
+        self.scoring = [
+            Scoring(spec.attention_scale or layer.head_dim**-0.5, cap, layer.window)
+            for layer in self.layers
+        ]
         self._tables = rotation_tables(self.layers, np.arange(T, dtype=np.int32)[None])
         self._shared = {layer.kv_source for layer in self.layers if layer.shares_kv}
         self._mesh = sharding.make_mesh()
@@ -61,7 +66,7 @@ class Walk:
         self._batch_size = -(-B // (shards * num_batches)) * shards
         self._embed = jax.jit(functools.partial(model.embed, spec))
         self._layer_inputs = jax.jit(self._compute_layer_inputs)
-        self._layer = jax.jit(self._run_layer, static_argnums=(4, 5, 6))
+        self._layer = jax.jit(self._run_layer, static_argnums=(4, 5))
         self._losses = jax.jit(functools.partial(_losses, spec))
         self._checkpoint = run.checkpoint
         self._params = functools.cache(self._read_params)
@@ -113,7 +118,6 @@ class Walk:
         indices = self._tables.indices
         index = None if indices is None else indices[number]
         table = np.asarray(self._tables.choose(layer.kind, index))
-        static = (layer, layer.logit_scale, number in self._shared)
         after = Stream([], [])
         results = []
         for batch, rows in enumerate(stream.x):
@@ -124,16 +128,17 @@ class Walk:
             if self.spec.per_layer_input_dim:
                 batch_arrays["layer_input"] = self._inputs[batch][:, number]
             arrays = self._global(batch_arrays)
-            output, captured, shared_kv = self.run(
-                self._layer, params, arrays, table, rotate_fn, *static
+            output, captured = self.run(
+                self._layer, params, arrays, table, rotate_fn, layer, layer.logit_scale
             )
             after.x.append(_local_rows(output))
-            if shared_kv is not None:
-                memory = memory | {layer.kind: jax.tree.map(_local_rows, shared_kv)}
+            if number in self._shared:
+                kv = {"key": _local_rows(captured.key), "value": _local_rows(captured.value)}
+                memory = memory | {layer.kind: kv}
             after.memory.append(memory)
             if on_layer:
                 results.append(on_layer(batch, captured))
-            del arrays, output, captured, shared_kv  # before the next ones
+            del arrays, output, captured  # before the next ones
         return after, results
 
     def losses(self, stream: Stream, first: int) -> np.ndarray:
@@ -141,10 +146,8 @@ class Walk:
         for number in range(first, self.spec.num_layers):
             stream, _ = self.layer(number, stream)
         norm = self._params(("final_norm",))
-        if self.spec.tied:
-            table = self._params(("embedder", "input_embedding"))
-        else:
-            table = self._params(("head", "w"))
+        tied = self.spec.tied
+        table = self._params(("embedder", "input_embedding") if tied else ("head", "w"))
         next_tokens = np.roll(self.tokens, -1, axis=1)
         targets = self.batches(next_tokens)
         means = []
@@ -160,19 +163,17 @@ class Walk:
         inputs = model.layer_inputs(self.spec, params, tokens, x)
         return sharding.constrain(inputs.swapaxes(0, 1), "BLTQ")
 
-    def _run_layer(self, params, arrays, table, rotate_fn, layer, logit_scale, is_shared):
-        layer = dataclasses.replace(layer, logit_scale=logit_scale)  # equal ones differ in it
+    def _run_layer(self, params, arrays, table, rotate_fn, layer, logit_scale):
+        layer = dataclasses.replace(layer, logit_scale=logit_scale)  # in which equal ones differ
         memory = {layer.kind: arrays} if layer.shares_kv else None
         layer_input = arrays.get("layer_input")
         x, captured = model.run_layer(
             self.spec, params, arrays["x"], table, layer, rotate_fn, memory, layer_input
         )
-        shared_kv = None
-        if is_shared:
-            # Heads whole: the host has the rows of devices, not parts of rows.
-            key = sharding.constrain(captured.key, "BTSH")
-            shared_kv = {"key": key, "value": sharding.constrain(captured.value, "BTSH")}
-        return sharding.constrain(x, "BTD"), captured, shared_kv
+        # Heads whole: the host has the rows of devices, not parts of rows.
+        key = sharding.constrain(captured.key, "BTSH")
+        value = sharding.constrain(captured.value, "BTSH")
+        return sharding.constrain(x, "BTD"), captured._replace(key=key, value=value)
 
     def _layer_params(self, number: int) -> model.Params:
         layer = self.layers[number]
