@@ -7,6 +7,8 @@ import runpy
 
 import numpy as np
 import pytest
+from prope.stack.layers import layer_kinds, layer_windows
+from prope.stack.parameters import count
 from support.commands import ROOT, refusal
 from support.models import small
 from support.runs import SIZES
@@ -17,8 +19,6 @@ from prope.hf import config_json
 from prope.hf.families import ACTIVATIONS, FAMILIES, MODEL_FIELDS, choose_family
 from prope.hf.layout import list_tensors
 from prope.hf.rotation import write_rotations
-from prope.stack.layers import layer_kinds, layer_windows
-from prope.stack.parameters import count
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 

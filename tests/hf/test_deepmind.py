@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from prope.stack import parameters
+from prope.stack.layers import layers, stack_rows
 from support import write_gemma4
 from support.commands import ROOT, refusal
 from support.models import DENSE4, E4, draw_model, forward, leaves_by_path, same, small
@@ -19,8 +21,6 @@ from support.models import DENSE4, E4, draw_model, forward, leaves_by_path, same
 from prope.config import default_config
 from prope.golden.check import FLOAT32, check, load_cases
 from prope.hf.importer import import_run
-from prope.stack import parameters
-from prope.stack.layers import layers, stack_rows
 from prope.workdir.run import open_run
 
 VERSION = "4.0.1"

@@ -12,6 +12,7 @@ import numpy as np
 import oracles
 import pytest
 from oracles import decoder
+from prope.stack.layers import layer_windows
 from support.exchange import save, stored
 from support.models import assert_trees_close, forward, leaves_by_path, same
 from support.runs import SIZES as RUN_SIZES
@@ -36,7 +37,6 @@ from prope.hf.layout import list_tensors
 from prope.inference.generation import empty_cache
 from prope.optimizer import make_optimizer
 from prope.rope import frequencies
-from prope.stack.layers import layer_windows
 from prope.step import make_train_step
 from prope.workdir.run import open_run, read_config
 
