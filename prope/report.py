@@ -43,8 +43,8 @@ def main() -> dict:
         raise usage_error("--contrast", FLAGS.contrast[0], problem, "give --sweep, not --workdir")
     import jax
 
-    from prope.sweep.page import report_sweep
-    from prope.sweep.run_page import report_run
+    from prope.pages.run import report_run
+    from prope.pages.sweep import report_sweep
 
     # Only files are read, and an accelerator may be in use by another run.
     jax.config.update("jax_platforms", "cpu")
