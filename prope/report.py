@@ -11,7 +11,8 @@ is another folder for them.
 
 --contrast declares which groups of runs are to be compared, before any result is read: it is kept
 in DIR/contrasts.jsonl, with the number of runs that had a result. Declare contrasts before the runs
-are evaluated. Their p-values are adjusted for the number of all that were declared.
+are evaluated. Their p-values, by Student's t and by sign flips, are adjusted for the number of all
+that were declared.
 """
 
 from absl import flags

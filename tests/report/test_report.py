@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import html
+import itertools
 import json
 import math
 import pathlib
@@ -668,19 +669,27 @@ def test_declared_contrasts_are_corrected_for_their_number(sweep, monkeypatch):
     result = sweep_page.report_sweep(sweep, contrasts=["p=0,p=0.25"])
     losses = {p: finals(sweep, p) for p in PERCENTAGES}
     p_values = []
+    sign_flips = []
     contrasts = [(0.25, 1.0), (0.0, 0.25)]
     for (first, second), contrast in zip(contrasts, result["contrasts"], strict=True):
         test = stats.ttest_rel(losses[first], losses[second])
         assert contrast["difference"] == pytest.approx(np.mean(losses[first] - losses[second]))
         assert contrast["interval"] == pytest.approx(tuple(test.confidence_interval(0.975)))
         p_values.append(test.pvalue)
-    expected = [min(1, max(2 * min(p_values), p)) for p in p_values]
+        differences = losses[first] - losses[second]
+        signed = [differences @ signs for signs in itertools.product((1, -1), repeat=2)]
+        sign_flips.append(np.mean(np.abs(signed) >= abs(differences.sum()) - 1e-12))
+    expected, flipped = (
+        [min(1, max(2 * min(found), p)) for p in found] for found in (p_values, sign_flips)
+    )
     assert [one["p_value"] for one in result["contrasts"]] == pytest.approx(expected)
+    assert [one["sign_flip_p_value"] for one in result["contrasts"]] == pytest.approx(flipped)
     page = Page(sweep / "report" / "index.html")
     rows = table_with(page, "contrast")
     assert column(rows, 0) == ["p = 0.25 minus p = 1", "p = 0 minus p = 0.25"]
     assert column(rows, 4) == [f"{p:.2g}" for p in expected]
-    assert column(rows, 5) == ["when 6 runs had a result"] * 2
+    assert column(rows, 5) == [f"{p:.2g}" for p in flipped]
+    assert column(rows, 6) == ["when 6 runs had a result"] * 2
 
 
 def lose_evaluation(folder):
