@@ -1,22 +1,24 @@
 """Writes the page of one run: what it is, its losses, all of its evaluations, tasks and speed."""
 
+import datetime
+
 import numpy as np
 from etils import epath
 
 from prope.config import flat
 from prope.encodings import describe, layer_frequencies
 from prope.errors import usage_error
-from prope.html import page
-from prope.html.drawing import Picture, panels, styles
 from prope.inference.opening import check_folder, results_folder
+from prope.pages import interventions, page
+from prope.pages.curves import loss_picture, pictures
+from prope.pages.drawing import Picture, panels, styles
 from prope.runtime.files import absolute
 from prope.stack import parameters
 from prope.stack.layers import layer_windows
-from prope.sweep import interventions
-from prope.sweep.maps import effective_lengths
-from prope.sweep.page import link_to, origin
-from prope.sweep.pictures import loss_picture, pictures
+from prope.sweep.context import effective_lengths
+from prope.sweep.interventions import list_changes
 from prope.sweep.runs import P, Run, read_run
+from prope.workdir.records import read_jsonl
 from prope.workdir.run import read_config
 
 # Records that differ in one of these are rows of their own, sorted by them.
@@ -51,9 +53,8 @@ def report_run(workdir: epath.Path, output: str | None = None) -> dict:
         raise usage_error("--workdir", workdir, problem, "train or evaluate it first")
     folder = results_folder(workdir, workdir, output)
     check_folder(folder, output)
-    changes = interventions.changes([run])
-    drawn = [encoding_picture(run), loss_picture(run), *_curves(run)]
-    drawn = [picture for picture in drawn if picture] + interventions.pictures(changes)
+    drawn = [loss_picture(run), encoding_picture(run), *_curves(run)]
+    drawn = [picture for picture in drawn if picture] + interventions.pictures(list_changes([run]))
     (effective,) = effective_lengths([run]).values()
     path = page.write(
         folder / "report",
@@ -135,11 +136,38 @@ def _curves(run: Run) -> list[Picture]:
     return [picture for picture in drawn if picture.name != "loss"]
 
 
+def origin(run: Run) -> dict:
+    """Describes the starts of a run, and how long it trained."""
+    seconds = training_seconds(run)
+    return {
+        "starts": read_jsonl(run.workdir / "starts.jsonl"),
+        "pace": run.metrics[-1]["step"] * run.tokens_per_step / seconds if seconds else None,
+        "training_time": duration(seconds) if seconds else "–",
+    }
+
+
+def training_seconds(run: Run) -> float:
+    """Sums the tokens between logged steps over the logged speed."""
+    seconds = 0.0
+    last_step = 0
+    for record in run.metrics:
+        speed = record.get("tokens_per_second")
+        if speed:
+            seconds += (record["step"] - last_step) * run.tokens_per_step / speed
+        last_step = record["step"]
+    return seconds
+
+
+def duration(seconds: float) -> str:
+    """Formats seconds as hours:minutes:seconds, 0:03:20."""
+    return str(datetime.timedelta(seconds=round(seconds)))
+
+
 def _links(workdir: epath.Path, folder: epath.Path) -> dict[str, str]:
     """Lists pages about the run that are there, by what they are called, relative to its own."""
     pages = {"what its heads do": workdir / "analysis" / "index.html"}
     parent = absolute(workdir).parent
     if (parent / "sweep.json").exists():
         pages["its sweep"] = parent / "report" / "index.html"
-    links = {name: link_to(path, folder) for name, path in pages.items()}
+    links = {name: page.link_to(path, folder) for name, path in pages.items()}
     return {name: link for name, link in links.items() if link}

@@ -1,7 +1,5 @@
 """Reports on a sweep: its result beside the paper's, what all runs share, where they trained."""
 
-import datetime
-import os
 import pathlib
 from collections.abc import Sequence
 
@@ -11,17 +9,17 @@ from ml_collections import ConfigDict
 from prope.config import flat
 from prope.encodings import rotated_share
 from prope.errors import RunFailed
-from prope.html import page
-from prope.html.drawing import Picture
-from prope.html.page import number
 from prope.inference.opening import check_folder, results_folder
 from prope.inference.statistics import Difference
-from prope.runtime.files import absolute, is_url
+from prope.pages import interventions, page
+from prope.pages.curves import pictures
+from prope.pages.drawing import Picture
+from prope.pages.page import link_to, number
+from prope.pages.run import duration, origin, training_seconds
 from prope.stack import parameters
-from prope.sweep import context, interventions
+from prope.sweep import context
 from prope.sweep.comparisons import Comparison, compare_declared, compare_with_rope, declare
-from prope.sweep.maps import effective_lengths
-from prope.sweep.pictures import pictures
+from prope.sweep.interventions import list_changes
 from prope.sweep.recovery import recoveries
 from prope.sweep.runs import (
     P,
@@ -36,7 +34,6 @@ from prope.sweep.runs import (
     table,
     unfinished_entries,
 )
-from prope.workdir.records import read_jsonl
 
 # Perplexity of Gemma 2B trained on 8192 tokens of Wikipedia and of FlanV2, by rope_type, wavelength
 # and p: Barbero et al. (ICLR 2025), Table 2.
@@ -86,7 +83,7 @@ def report_sweep(
     rows = result_rows(runs, compare_with_rope(runs))
     found = {
         "contrasts": declared,
-        "changes": interventions.changes(runs),
+        "changes": list_changes(runs),
         "lengths": context.rows(runs),
         "recoveries": recoveries(runs),
     }
@@ -169,7 +166,7 @@ def write(
         rows=rows,
         swept=list(swept),
         windows=sorted({run.evaluation.get("windows") or 0 for run in finished_runs(runs)}),
-        effective_lengths=effective_lengths(runs),
+        effective_lengths=context.effective_lengths(runs),
         left_out=sum(len(run.dropped) for run in runs),
         planned=len(read_entries(directory)),
         unfinished=unfinished_entries(directory, runs),
@@ -184,13 +181,6 @@ def write(
         settings={name: value for name, value in flat(config).items() if name not in differing},
         **dict.fromkeys(_TABLES, ()) | found,
     )
-
-
-def link_to(path: epath.Path, folder: epath.Path) -> str | None:
-    """Returns the address of a page in one in `folder`; None if it is not there."""
-    if is_url(path) != is_url(folder) or not path.exists():
-        return None
-    return os.path.relpath(absolute(path), absolute(folder))
 
 
 def paper_result(config: ConfigDict) -> tuple[str, float] | None:
@@ -307,30 +297,3 @@ def equality(runs: list[Run]) -> dict:
         name for name in differing_fields(runs) if swept.isdisjoint((name, name.rpartition(".")[2]))
     ]
     return {"error": None, "fields": fields} | equal
-
-
-def origin(run: Run) -> dict:
-    """Describes the starts of a run, and how long it trained."""
-    seconds = training_seconds(run)
-    return {
-        "starts": read_jsonl(run.workdir / "starts.jsonl"),
-        "pace": run.metrics[-1]["step"] * run.tokens_per_step / seconds if seconds else None,
-        "training_time": duration(seconds) if seconds else "–",
-    }
-
-
-def training_seconds(run: Run) -> float:
-    """Sums the tokens between logged steps over the logged speed."""
-    seconds = 0.0
-    last_step = 0
-    for record in run.metrics:
-        speed = record.get("tokens_per_second")
-        if speed:
-            seconds += (record["step"] - last_step) * run.tokens_per_step / speed
-        last_step = record["step"]
-    return seconds
-
-
-def duration(seconds: float) -> str:
-    """Formats seconds as hours:minutes:seconds, 0:03:20."""
-    return str(datetime.timedelta(seconds=round(seconds)))
