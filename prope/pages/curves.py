@@ -38,7 +38,7 @@ _MEANS = (
 
 def loss_picture(run: Run) -> Picture | None:
     """Makes a picture of the losses of a run by step; None without logged steps."""
-    config = run.config
+    spec = run.spec
     evaluations = list_evaluations(run)
 
     def draw(figure) -> None:
@@ -50,7 +50,7 @@ def loss_picture(run: Run) -> Picture | None:
         axes.set(
             xlabel="step",
             ylabel=LOSS,
-            title=f"{config.data.dataset}, rope_percentage = {config.model.rope_percentage}",
+            title=f"{spec.data.dataset}, rope_percentage = {spec.model.rope_percentage}",
         )
         axes.locator_params(axis="x", integer=True)
         axes.legend()

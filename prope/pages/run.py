@@ -5,16 +5,13 @@ import datetime
 import numpy as np
 from etils import epath
 
-from prope.config import flat
-from prope.encodings import describe, layer_frequencies
+from prope import parameters
 from prope.errors import usage_error
 from prope.inference.opening import check_folder, results_folder
 from prope.pages import interventions, page
 from prope.pages.curves import loss_picture, pictures
 from prope.pages.drawing import Picture, panels, styles
 from prope.runtime.files import absolute
-from prope.stack import parameters
-from prope.stack.layers import layer_windows
 from prope.sweep.context import effective_lengths
 from prope.sweep.interventions import list_changes
 from prope.sweep.runs import P, Run, read_run
@@ -43,11 +40,11 @@ def report_run(workdir: epath.Path, output: str | None = None) -> dict:
     They are in W/report or, with `output`, in OUTPUT/report. A folder without a run, or with one
     that has no results yet, is a UsageError.
     """
-    config = read_config(workdir)
-    if config is None:
+    spec = read_config(workdir)
+    if spec is None:
         problem = "no run there (no config.json)"
         raise usage_error("--workdir", workdir, problem, "give the --workdir that prope.train had")
-    run = read_run(workdir, {P: config.model.rope_percentage}, config)
+    run = read_run(workdir, {P: spec.model.rope_percentage}, spec)
     if not (run.metrics or run.evaluations or run.answers):
         problem = "a run without metrics, evaluations or answers"
         raise usage_error("--workdir", workdir, problem, "train or evaluate it first")
@@ -62,14 +59,14 @@ def report_run(workdir: epath.Path, output: str | None = None) -> dict:
         drawn,
         title=f"Run {workdir.resolve().name}",
         run=run,
-        encoding=describe(config.model),
-        parameters=parameters.count(config.model),
+        encoding=spec.model.describe_rotation(),
+        parameters=parameters.count(spec.model),
         evaluations=list_evaluations(run),
         effective=effective,
         origin=origin(run),
         memory=max((one.get("peak_memory_bytes") or 0 for one in run.metrics), default=0),
         links=_links(workdir, folder / "report"),
-        settings=flat(config),
+        settings=spec.flat(),
     )
     printed = {"output": str(path), "runs": [str(workdir)]}
     if effective:
@@ -83,7 +80,7 @@ def list_evaluations(run: Run) -> list[dict]:
     for record in run.evaluations:
         others = ("documents", "perplexity", "bits_per_byte")
         row = dict.fromkeys((*_IDENTITY, *others)) | record
-        row["dataset"] = row["dataset"] or run.config.data.dataset
+        row["dataset"] = row["dataset"] or run.spec.data.dataset
         changed = record.get("changed", {}).items()
         row["changed"] = ", ".join(f"{name}={value}" for name, value in changed)
         key = tuple((row[name] is not None, row[name]) for name in _IDENTITY)  # None is first
@@ -93,10 +90,11 @@ def list_evaluations(run: Run) -> list[dict]:
 
 def encoding_picture(run: Run) -> Picture:
     """Draws the frequencies by pair, a line for each kind of layer."""
-    model = run.config.model
+    model = run.spec.model
     kinds = {}
-    for window, freqs in zip(layer_windows(model), layer_frequencies(model), strict=True):
-        kinds.setdefault((window, freqs.tobytes()), []).append(freqs)
+    for layer in model.layers:
+        same = kinds.setdefault((layer.window, layer.frequencies.tobytes()), [])
+        same.append(layer.frequencies)
     curves = {}
     for (window, _), same in kinds.items():
         seen = f"window {window:,}" if window else "no window"
@@ -104,7 +102,7 @@ def encoding_picture(run: Run) -> Picture:
         rotated = f"{np.count_nonzero(same[0])} pairs rotate"
         curves[f"{count}, {seen}, {rotated}"] = same[0]
 
-    one_turn = 2 * np.pi / run.config.data.seq_len
+    one_turn = 2 * np.pi / run.spec.data.seq_len
 
     def draw(figure) -> None:
         axes = panels(figure, 1)[0, 0]

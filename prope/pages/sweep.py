@@ -4,10 +4,8 @@ import pathlib
 from collections.abc import Sequence
 
 from etils import epath
-from ml_collections import ConfigDict
 
-from prope.config import flat
-from prope.encodings import rotated_share
+from prope import parameters
 from prope.errors import RunFailed
 from prope.inference.opening import check_folder, results_folder
 from prope.inference.statistics import Difference
@@ -16,7 +14,7 @@ from prope.pages.curves import pictures
 from prope.pages.drawing import Picture
 from prope.pages.page import link_to, number
 from prope.pages.run import duration, origin, training_seconds
-from prope.stack import parameters
+from prope.spec.run import Spec
 from prope.sweep import context
 from prope.sweep.comparisons import Comparison, compare_declared, compare_with_rope, declare
 from prope.sweep.interventions import list_changes
@@ -150,7 +148,7 @@ def write(
     `found` are more tables of the page, of the names in `_TABLES`.
     """
     report = folder / "report"
-    config = runs[0].config
+    spec = runs[0].spec
     # A run may lack the fields of another grid.
     swept = dict.fromkeys(name for run in runs for name in run.values)
     differing = differing_fields(runs)
@@ -160,8 +158,8 @@ def write(
         drawn,
         title=f"Sweep {directory.resolve().name}",
         lead=lead(rows),
-        config=config,
-        parameters=parameters.count(config.model),
+        spec=spec,
+        parameters=parameters.count(spec.model),
         by_p=all(P in run.values for run in runs),
         rows=rows,
         swept=list(swept),
@@ -178,24 +176,24 @@ def write(
             for run in runs
         ],
         training_time=duration(sum(map(training_seconds, runs))),
-        settings={name: value for name, value in flat(config).items() if name not in differing},
+        settings={name: value for name, value in spec.flat().items() if name not in differing},
         **dict.fromkeys(_TABLES, ()) | found,
     )
 
 
-def paper_result(config: ConfigDict) -> tuple[str, float] | None:
+def paper_result(spec: Spec) -> tuple[str, float] | None:
     """Finds the paper's (dataset, perplexity) for a run on the paper's data, model and length."""
-    fields = flat(config)
-    model = config.model
+    fields = spec.flat()
+    model = spec.model
     encoding = (model.rope_type, model.max_wavelength, model.rope_percentage)
     is_paper_model = all(fields[name] == value for name, value in PAPER_FIELDS.items())
-    if not is_paper_model or config.data.tokenizer == "byte" or encoding not in PAPER:
+    if not is_paper_model or spec.data.tokenizer == "byte" or encoding not in PAPER:
         return None
     wikipedia, flan = PAPER[encoding]
-    if config.data.dataset == "wikipedia/20230601.en":
+    if spec.data.dataset == "wikipedia/20230601.en":
         return "Wikipedia", wikipedia
-    folders = {pathlib.PurePath(source.get("data_dir", "")).name for source in config.data.mixture}
-    if config.data.dataset == "mixture" and folders == FLAN:
+    folders = {pathlib.PurePath(source.get("data_dir", "")).name for source in spec.data.mixture}
+    if spec.data.dataset == "mixture" and folders == FLAN:
         return "FlanV2", flan
     return None
 
@@ -207,18 +205,18 @@ def result_rows(runs: list[Run], comparisons: Sequence[Comparison]) -> list[dict
     by_name = groups(runs)
     lowest = min((row["perplexity"] for row in rows if row["seeds"]), default=None)
     for row, (name, group) in zip(rows, by_name.items(), strict=True):
-        model = group[0].config.model
+        model = group[0].spec.model
         rope = reference(group[0].values, by_name)
         comparison = by_group.get(name, Comparison(name, rope))
         row.update(
             group=name,
             values=group[0].values,
-            pairs=rotated_share(model),
+            pairs=model.rotated_share,
             reference=rope,
             difference=comparison.difference,
             over=comparison.over,
             documents=comparison.documents,
-            paper=paper_result(group[0].config),
+            paper=paper_result(group[0].spec),
             best=bool(row["seeds"]) and row["perplexity"] == lowest and have_same_seeds(rows),
         )
     return rows
@@ -276,8 +274,8 @@ def _close(rows: list[dict], rope: str) -> str:
 
 def differing_fields(runs: list[Run]) -> list[str]:
     """Lists the fields of the config that are not equal in all runs."""
-    configs = [flat(run.config) for run in runs]
-    return [name for name in configs[0] if len({repr(config[name]) for config in configs}) > 1]
+    configs = [run.spec.flat() for run in runs]
+    return [name for name in configs[0] if len({repr(spec[name]) for spec in configs}) > 1]
 
 
 def equality(runs: list[Run]) -> dict:

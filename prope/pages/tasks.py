@@ -10,7 +10,6 @@ import math
 import numpy as np
 from scipy import stats
 
-from prope.encodings import layer_frequencies
 from prope.pages.drawing import (
     BORDER,
     TEXT,
@@ -51,7 +50,7 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
         heights = (3, 2) * blocks
         axes = panels(figure, len(by_group), rows=2, wrap=columns, height_ratios=heights)
         for (above, below), (group, runs) in zip(axes.T, by_group.items(), strict=True):
-            trained = runs[0].config.data.seq_len
+            trained = runs[0].spec.data.seq_len
             # Lines are drawn at these distances, with these dashes.
             distances = {trained: "-", _slowest_period(runs[0]): ":"}
             _draw_map(above, list(itertools.chain(*asked[group])), trained, distances, guess)
@@ -79,7 +78,7 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
 
 def _slowest_period(run: Run) -> float:
     """Computes the number of tokens in which the slowest pair that rotates comes round."""
-    freqs = np.concatenate(layer_frequencies(run.config.model))
+    freqs = np.concatenate([layer.frequencies for layer in run.spec.model.layers])
     if not freqs.any():
         return math.inf
     return 2 * math.pi / freqs[freqs > 0].min()

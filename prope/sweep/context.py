@@ -118,7 +118,7 @@ def effective_lengths(runs: list[Run]) -> dict[str, dict[str, str]]:
 
 def _length_text(run: Run, task: str) -> str:
     """Formats a run's effective length; – where it was not asked at its training length."""
-    trained = run.config.data.seq_len
+    trained = run.spec.data.seq_len
     by_length = answers_by_task(run).get(task, {})
     missing = "none" if trained in by_length else "–"
     return str(effective_length(trained, by_length) or missing)

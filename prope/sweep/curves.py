@@ -65,7 +65,7 @@ def by_length(run: Run) -> Curve:
 
 def by_octave(run: Run) -> Curve:
     """Reads the last step's loss by octave of positions, in windows longer than training's."""
-    trained = run.config.data.seq_len
+    trained = run.spec.data.seq_len
     records = [record for record in last_evaluations(run) if record.get("by_position")]
     longest = max(records, key=itemgetter("seq_len"), default={"seq_len": trained})
     if longest["seq_len"] <= trained:
