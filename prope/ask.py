@@ -5,10 +5,10 @@
     python -m prope.ask --workdir=runs --tasks=niah --seq_len=1x --control=removed
 
 prope/data/tasks/README.md has the tasks. `accuracy` is the share of prompts whose right answer is
-likelier than seven wrong ones; only above `guess`, the best guess that reads the prompt but matches
-nothing, it is retrieval. Records are added to W/longcontext.jsonl, and reused; the JSON object is
-the last one, and holds all in short. Started on every host of a pod as training is, it uses all
-their devices; process 0 writes and prints.
+likelier than seven wrong ones; only above `guess`, the no-retrieval baseline, it is retrieval: the
+best guess that reads the prompt but matches nothing. Records are added to W/longcontext.jsonl, and
+reused; the JSON object is the last one, and holds all in short. Started on every host of a pod as
+training is, it uses all their devices; process 0 writes and prints.
 """
 
 from absl import flags

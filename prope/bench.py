@@ -80,7 +80,7 @@ def main() -> dict:
     if FLAGS.config is None:
         what = "its training step, or --rope, --attention or --peer"
         raise UsageError(f"prope.bench needs --config=FILE to measure {what}")
-    return bench_step(FLAGS.config, FLAGS.steps)
+    return bench_step(command.read_spec(), FLAGS.steps)
 
 
 def _refuse_other_modes() -> None:

@@ -9,7 +9,7 @@ Every token of every validation document is predicted once, and losses are summe
 the batch size does not change the result. Records are added to W/eval.jsonl, and reused. They are
 also shown as a table; the JSON object is the last one, and of several holds all in short.
 
---window tells whether a model uses a length: it is evaluated as it is, then with layers that see so
+--window shows whether a model uses a length: it is evaluated as it is, then with layers that see so
 many keys where they had no window; with --sinks the first tokens of each text, too (Xiao et al.,
 ICLR 2024). The loss with the best window minus that without is the gain from context.
 
@@ -48,7 +48,7 @@ def define_flags() -> None:
 
 def main() -> dict:
     """Evaluates; returns the last record, and of several all in short."""
-    from prope.inference.evaluation import LossOptions, evaluations
+    from prope.inference.losses import LossOptions, evaluations
 
     loss_options = options.from_flags(LossOptions)
     records = list(evaluations(loss_options))

@@ -54,7 +54,7 @@ def main() -> dict:
     from prope.cost.plan import plan, search
     from prope.cost.topology import as_if_attached, find_devices
 
-    config = FLAGS.config
+    spec = command.read_spec()
     # The planned devices are not here, and those that are here stay untouched.
     jax.config.update("jax_platforms", "cpu")
     options = {}
@@ -69,14 +69,13 @@ def main() -> dict:
         if rows < 1 or rows % 1:  # also refuses inf
             problem = f"is {rows} on {len(devices)} chips"
             raise usage_error("--sequences_per_chip", FLAGS.sequences_per_chip, problem)
-        config.batch_size = int(rows)
-        config.accumulation = 1
+        spec = spec.replace({"batch_size": int(rows), "accumulation": 1})
     if FLAGS.xla_flags and chip not in xla_flags.TPU:
         options = xla_flags.GPU
         jax.config.update("jax_optimization_level", xla_flags.GPU_LEVEL)
     compute = search if FLAGS.search else plan
     with as_if_attached(devices):
-        return compute(config, FLAGS.topology, devices, options)
+        return compute(spec, FLAGS.topology, devices, options)
 
 
 if __name__ == "__main__":

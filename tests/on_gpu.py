@@ -38,7 +38,7 @@ def relative_error(ours, expected) -> float:
 
 
 def rotation_errors(T: int) -> Errors:
-    """Of the rotation at the last 1024 of T positions."""
+    """Yields those of the rotation at the last 1024 of T positions."""
     positions = np.arange(T - 1024, T, dtype=np.int32)[None]
     bounds = {"float32": 5e-7, "bfloat16": 4e-3}
     for dtype, bound in bounds.items():
@@ -53,7 +53,7 @@ def rotation_errors(T: int) -> Errors:
 
 
 def attention_errors(implementation: str, dtype: str, shape: tuple, T: int) -> Errors:
-    """Of attention and its gradients, with all keys and with a window."""
+    """Yields those of attention and its gradients, with all keys and with a window."""
     bound = FLOAT32 if dtype == "float32" else BFLOAT16
     N, K, H = shape
     query, key, value = models.draw_attention(T, T, N, K, H, dtype=dtype)
@@ -75,16 +75,16 @@ def attention_errors(implementation: str, dtype: str, shape: tuple, T: int) -> E
 
 
 def decoder_errors() -> Errors:
-    """Of a float32 decoder's loss and gradients, beside those on the CPU."""
-    config = models.small(num_layers=4, embed_dim=64, hidden_dim=256)
-    params, tokens, positions = models.draw_model(config, B=2, T=128)
+    """Yields those of a float32 decoder's loss and gradients, beside those on the CPU."""
+    spec = models.small(num_layers=4, embed_dim=64, hidden_dim=256)
+    params, tokens, positions = models.draw_model(spec, B=2, T=128)
 
     inputs = tokens[:, :-1]
     targets = tokens[:, 1:]
 
     def loss(params):
         with matmul_precision("float32"):
-            hidden = hidden_states(config, params, inputs, positions[:, :-1])
+            hidden = hidden_states(spec, params, inputs, positions[:, :-1])
             losses = token_losses(hidden, head(params), targets)
             return losses.mean()
 

@@ -12,14 +12,13 @@ from prope.analysis import census, channels, measures, page
 from prope.analysis.choices import Tokens, choose_tokens, parse_layers, parse_places
 from prope.analysis.sequences import read_sequences
 from prope.analysis.walk import Walk
-from prope.encodings import layer_frequencies, layer_percentages, layer_wavelengths, rotated_pairs
 from prope.errors import log, usage_error
 from prope.inference.opening import check_folder, results_folder
 from prope.inference.statistics import average_seeds
 from prope.model import Captured
 from prope.runtime import processes
 from prope.runtime.files import write_atomic
-from prope.stack.layers import layer_windows
+from prope.spec.model import Layer
 from prope.workdir.checkpoints import list_steps
 from prope.workdir.run import Run, find_runs, open_run
 
@@ -72,10 +71,10 @@ def analyse(workdir: epath.Path, options, folder: epath.Path | None = None) -> d
     All processes call it; the first one reads the text, and writes.
     """
     run = open_run(workdir, options.step)
-    config = run.config.model
-    layers = parse_layers(options.layers, config)
-    num_heads = [config.num_heads] * config.num_layers
-    num_pairs = list(map(len, layer_frequencies(config)))
+    model = run.spec.model
+    layers = parse_layers(options.layers, model.num_layers)
+    num_heads = [model.num_heads] * model.num_layers
+    num_pairs = [layer.head_dim // 2 for layer in model.layers]
     heads = parse_places("heads", options.heads, layers, HEAD=num_heads)
     places = parse_places("channel", options.channel, layers, HEAD=num_heads, PAIR=num_pairs)
     start = time.monotonic()
@@ -87,10 +86,9 @@ def analyse(workdir: epath.Path, options, folder: epath.Path | None = None) -> d
     def measure(run: Run) -> dict:
         begins = "%s, step %d: %d sequences of %d tokens of %s, in float32"
         log.info(begins, workdir, run.step, B, T, text["source"])
-        walk = Walk(config, run, sequences)
-        return _measure(walk, options, layers, heads, places, tokens)
+        return _measure(Walk(run, sequences), options, layers, heads, places, tokens)
 
-    run, measured = run.first_undamaged(measure)
+    run, measured = run.restore_newest_valid(measure)
     result = {
         "workdir": str(workdir),
         "asked": {name: getattr(options, name) for name in _OPTIONS},
@@ -121,37 +119,34 @@ def _round(number: str) -> float:
 
 
 def _describe_run(run: Run, T: int) -> dict:
-    """Collects fields of a run's config that tell its encoding and its training.
+    """Collects fields of a run that tell its encoding and its training.
 
     `frequencies` [L][P] are those of each layer in sequences of T tokens. `kinds` are the layers
     that have the same ones and the same window, in the order of their first layers.
     """
-    config = run.config.model
-    frequencies = [freqs.tolist() for freqs in layer_frequencies(config, T)]
-    windows = layer_windows(config)
-    wavelengths = layer_wavelengths(config)
-    percentages = layer_percentages(config)
+    model = run.spec.model
+    layers = model.layers_at(T)
     kinds = {}
-    for layer, freqs in enumerate(frequencies):
+    for layer in layers:
         values = {
             "layers": [],
-            "sliding_window": windows[layer],
-            "max_wavelength": wavelengths[layer],
-            "rope_percentage": percentages[layer],
-            "rotated_pairs": int(np.count_nonzero(freqs)),
+            "sliding_window": layer.window,
+            "max_wavelength": layer.max_wavelength,
+            "rope_percentage": layer.rope_percentage,
+            "rotated_pairs": layer.num_rotated,
         }
-        kind = kinds.setdefault((windows[layer], *freqs), values)
-        kind["layers"].append(layer)
+        kind = kinds.setdefault((layer.window, *layer.frequencies), values)
+        kind["layers"].append(layer.number)
     return {
         "step": run.step,
         "dtype": "float32",
-        "rope_percentage": config.rope_percentage,
-        "rotated_pairs": rotated_pairs(config),
-        "head_dim": config.head_dim,
-        "max_wavelength": config.max_wavelength,
-        "seed": run.config.seed,
-        "trained_on": run.config.data.seq_len,
-        "frequencies": frequencies,
+        "rope_percentage": model.rope_percentage,
+        "rotated_pairs": model.rotated_pairs,
+        "head_dim": model.head_dim,
+        "max_wavelength": model.max_wavelength,
+        "seed": run.spec.seed,
+        "trained_on": run.spec.data.seq_len,
+        "frequencies": [layer.frequencies.tolist() for layer in layers],
         "kinds": list(kinds.values()),
     }
 
@@ -203,21 +198,20 @@ def measure_layers(
 
     x = walk.enter()
     end = max(layers) + 1
-    for layer in range(end):
-        if layer not in layers:
-            x, _ = walk.layer(layer, x)
+    for layer in walk.layers[:end]:
+        number = layer.number
+        if number not in layers:
+            x, _ = walk.layer(number, x)
             continue
-        scoring = walk.scoring[layer]
-        x, batches = walk.layer(layer, x, on_layer=functools.partial(on_layer, scoring))
+        scoring = walk.scoring[number]
+        x, batches = walk.layer(number, x, on_layer=functools.partial(on_layer, scoring))
         values, views = zip(*batches, strict=True)
         mean = _mean_over_sequences(values, B)
-        freqs = walk.frequencies[layer]
-        result["layers"].append(_describe_layer(layer, freqs, mean, scoring))
-        result["heads"] += census.score_heads(layer, freqs, mean, scoring, after)
-        result["views"][layer] = views[0]
-        strongest = channels.strongest_channels(layer, freqs, mean, scoring, T, count)
-        result["channels"] += strongest
-        log.info("layer %d of %d is measured", layer, walk.config.num_layers)
+        result["layers"].append(_describe_layer(layer, mean))
+        result["heads"] += census.score_heads(layer, mean, scoring, after)
+        result["views"][number] = views[0]
+        result["channels"] += channels.strongest_channels(layer, mean, scoring, T, count)
+        log.info("layer %d of %d is measured", number, len(walk.layers))
     if count:
         _ablate_strongest(walk, walk.losses(x, end), count, result)
     return result
@@ -228,14 +222,12 @@ def _mean_over_sequences(batches: tuple[measures.Measures, ...], B: int) -> meas
     return jax.tree.map(lambda *parts: np.concatenate(parts)[:B].mean(axis=0), *batches)
 
 
-def _describe_layer(
-    layer: int, freqs: np.ndarray, mean: measures.Measures, scoring: measures.Scoring
-) -> dict:
+def _describe_layer(layer: Layer, mean: measures.Measures) -> dict:
     norms = ("query_norms", "key_norms", "value_norms")
     return {
-        "layer": layer,
-        "sliding_window": scoring.sliding_window,
-        "rotated_pairs": int(np.count_nonzero(freqs)),
+        "layer": layer.number,
+        "sliding_window": layer.window,
+        "rotated_pairs": layer.num_rotated,
         **{name: getattr(mean, name).tolist() for name in norms},
     }
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from prope.analysis.channels import strengths
 from prope.analysis.measures import FROM, Measures, Scoring, View
+from prope.spec.model import Layer
 
 MOSTLY = 0.5  # share of the weight at which a head is named by where it attends
 SHARP = 0.5  # share of the largest entropy below which a head is named semantic
@@ -17,9 +18,9 @@ SCORES = (*TARGETS, "entropy", "distance", "overlap_without_rotation")
 
 
 def score_heads(
-    layer: int, frequencies: np.ndarray, measures: Measures, scoring: Scoring, after: np.ndarray
+    layer: Layer, measures: Measures, scoring: Scoring, after: np.ndarray
 ) -> list[dict]:
-    """Computes a record for every head of a layer with these frequencies [P].
+    """Computes a record for every head of a layer.
 
     It has its scores (`Measures`), and
 
@@ -36,8 +37,8 @@ def score_heads(
                             depends on what tokens are; otherwise ""
     """
     strength = strengths(measures, scoring)
-    quarter = len(frequencies) // 4
-    fast = strength[:, :quarter] @ (frequencies[:quarter] > 0)
+    quarter = len(layer.frequencies) // 4
+    fast = strength[:, :quarter] @ (layer.frequencies[:quarter] > 0)
     total = strength.sum(axis=1)
     fast_share = fast / np.maximum(total, 1e-30)
     head_of = [None] * len(strength)
@@ -50,7 +51,7 @@ def score_heads(
         head_of = np.minimum(after_token, elsewhere).tolist()
     records = []
     for head in range(len(strength)):
-        record = {"layer": layer, "head": head}
+        record = {"layer": layer.number, "head": head}
         for name in SCORES:
             values = getattr(measures, name)
             record[name] = float(values[head])

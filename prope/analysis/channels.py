@@ -19,6 +19,7 @@ from prope.inference.statistics import average_seeds
 from prope.model import Captured, rotate_qkv
 from prope.rope import rotate
 from prope.sharding import constrain
+from prope.spec.model import Layer
 
 
 def strengths(measures: Measures, scoring: Scoring) -> np.ndarray:
@@ -37,14 +38,9 @@ def _by_query_head(keys: np.ndarray, queries: np.ndarray) -> np.ndarray:
 
 
 def strongest_channels(
-    layer: int,
-    frequencies: np.ndarray,
-    measures: Measures,
-    scoring: Scoring,
-    seq_len: int,
-    count: int,
+    layer: Layer, measures: Measures, scoring: Scoring, seq_len: int, count: int
 ) -> list[dict]:
-    """Finds the strongest `count` channels of a layer with these frequencies [P], strongest first.
+    """Finds the strongest `count` channels of a layer, strongest first.
 
     layer, head, pair       the pair counts from the fastest, 0
     frequency               radians a token; 0 where the pair is not rotated
@@ -54,7 +50,8 @@ def strongest_channels(
     to_first, to_others     contributions to the logit of the first token, and on average to those
                             of the others
     """
-    P = len(frequencies)
+    freqs = layer.frequencies
+    P = len(freqs)
     strength = strengths(measures, scoring)
     total = strength.sum(axis=1, keepdims=True)
     by_pair = {
@@ -65,14 +62,14 @@ def strongest_channels(
         "to_first": measures.to_first,
         "to_others": measures.to_others,
     }
-    slow = np.flatnonzero((np.arange(P) >= P // 2) | (frequencies == 0))
+    slow = np.flatnonzero((np.arange(P) >= P // 2) | (freqs == 0))
     order = np.argsort(-strength[:, slow], axis=None)
     records = []
     for index in order[:count].tolist():
         head, place = divmod(index, len(slow))
         pair = int(slow[place])
-        record = {"layer": layer, "head": head, "pair": pair}
-        record["frequency"] = float(frequencies[pair])
+        record = {"layer": layer.number, "head": head, "pair": pair}
+        record["frequency"] = float(freqs[pair])
         record["largest_rotation"] = record["frequency"] * (scoring.reach(seq_len) - 1)
         record |= {name: float(values[head, pair]) for name, values in by_pair.items()}
         records.append(record)
@@ -152,7 +149,7 @@ def _describe_channel(
     |..| cos(psi - r): first 0 at r = psi + pi / 2.
     """
     layer, head, pair = place
-    frequency = float(walk.frequencies[layer][pair])
+    frequency = float(walk.layers[layer].frequencies[pair])
     vectors = lanes.astype(np.float64).view(complex)[..., 0]
     query, key, _, rotated_query, rotated_key = vectors
     mean = query[:, 1:].mean()

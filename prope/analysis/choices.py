@@ -4,7 +4,6 @@ import re
 from typing import NamedTuple
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from prope.analysis.measures import FROM
 from prope.errors import log, usage_error
@@ -45,9 +44,8 @@ def choose_tokens(options, names: np.ndarray) -> Tokens:
     return Tokens(names[0].tolist(), sorted({0, *window}), table or list(default[:TABLE]), after)
 
 
-def parse_layers(text: str | None, config: ConfigDict) -> list[int]:
-    """Parses --layers, such as 0,3; all layers by default."""
-    count = config.num_layers
+def parse_layers(text: str | None, count: int) -> list[int]:
+    """Parses --layers, such as 0,3, of `count` layers; all of them by default."""
     return _parse_numbers("--layers", text, count, most=count) or list(range(count))
 
 

@@ -1,16 +1,17 @@
 """Reads the sequences of an analysis: the beginnings of documents, or a text."""
 
+import dataclasses
+
 import numpy as np
-from ml_collections import ConfigDict
 
 from prope.analysis.measures import FROM
-from prope.config import override_dataset
 from prope.data.mixture import open_text
 from prope.data.tasks.synthetic import text_of
 from prope.data.tokenizer import load_tokenizer, token_name
 from prope.errors import UsageError, log, usage_error
 from prope.runtime.files import read_text
-from prope.runtime.validate import validate
+from prope.spec.data import override_dataset
+from prope.spec.run import Spec
 from prope.workdir.run import Run
 
 MIN_TOKENS = FROM + 1  # the shortest sequence
@@ -24,19 +25,18 @@ def read_sequences(run: Run, options) -> tuple[list[list[int]], list[list[str]],
     Returns ids [B, T], the names of these tokens [B, T], and {"source": dataset or file, "split":
     of a dataset}.
     """
-    config = run.config.copy_and_resolve_references()
-    data = config.data
-    vocab_size = config.model.vocab_size
-    seq_len = options.seq_len or data.seq_len
+    spec = run.spec
+    vocab_size = spec.model.vocab_size
+    seq_len = options.seq_len or spec.data.seq_len
     if options.text is None:
-        override_dataset(data, options.dataset, options.data_dir)
-        data.seq_len = seq_len
-        validate(config)
+        data = override_dataset(spec.data, options.dataset, options.data_dir)
+        data = dataclasses.replace(data, seq_len=seq_len)
+        spec = dataclasses.replace(spec, data=data)
         source = data.dataset
-        tokens, split = _read_documents(run, config, options.sequences)
+        tokens, split = _read_documents(run, spec, options.sequences)
     else:
         source = options.text
-        tokens = _read_file(source, data.tokenizer)[:, :seq_len]
+        tokens = _read_file(source, spec.data.tokenizer)[:, :seq_len]
         split = None
     if tokens.max() >= vocab_size:
         raise UsageError(f"{source}: holds the id {tokens.max()}; the model has {vocab_size}")
@@ -44,7 +44,7 @@ def read_sequences(run: Run, options) -> tuple[list[list[int]], list[list[str]],
     if split and source.startswith("synthetic/"):
         names = {token: text_of([token]) for token in ids}
     else:
-        tokenizer = load_tokenizer(data.tokenizer)
+        tokenizer = load_tokenizer(spec.data.tokenizer)
         names = {token: token_name(tokenizer, token) for token in ids}
     sequences = tokens.tolist()
     token_names = [[names[token] for token in sequence] for sequence in sequences]
@@ -64,14 +64,14 @@ def _read_file(path: str, name: str) -> np.ndarray:
     return np.append(tokenizer.special.start, ids)[None]
 
 
-def _read_documents(run: Run, config: ConfigDict, count: int) -> tuple[np.ndarray, str]:
-    """Reads the beginnings of documents of `config.data`, [B, T], and names their split.
+def _read_documents(run: Run, spec: Spec, count: int) -> tuple[np.ndarray, str]:
+    """Reads the beginnings of documents of `spec.data`, [B, T], and names their split.
 
     The split is validation, and all of a text that the run was not trained on. T is the greatest
-    length that a document has, up to config.data.seq_len; shorter documents are left out.
+    length that a document has, up to spec.data.seq_len; shorter documents are left out.
     """
-    data = config.data
-    windows = open_text(data, config.model.vocab_size, None, run.config.data, run.checkpoint.data)
+    data = spec.data
+    windows = open_text(data, spec.model.vocab_size, None, run.spec.data, run.checkpoint.data)
     documents = windows.document_starts(count)
     longest = max(map(len, documents), default=0)
     if longest < MIN_TOKENS:

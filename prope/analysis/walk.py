@@ -7,6 +7,7 @@ host: of every batch, the rows [b, T, D] of this process's devices.
 Axes: B sequences, T length, D embed_dim, L layers, P pairs.
 """
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable
@@ -15,16 +16,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from jax.tree_util import Partial
-from ml_collections import ConfigDict
 
-from prope import model, sharding
+from prope import model, parameters, sharding
 from prope.analysis.measures import Scoring
-from prope.encodings import layer_frequencies, rotation_tables
+from prope.encodings import rotation_tables
 from prope.kernels.choice import matmul_precision
 from prope.loss import token_losses
 from prope.runtime import processes, watchdog
-from prope.stack import parameters
-from prope.stack.layers import Layer, first_sharing_layer, key_value_sources, layers, stack_rows
 from prope.workdir.reader import Damaged
 from prope.workdir.run import Run
 
@@ -45,35 +43,31 @@ class Walk:
     All processes call the same methods.
     """
 
-    def __init__(self, config: ConfigDict, run: Run, tokens: np.ndarray):
+    def __init__(self, run: Run, tokens: np.ndarray):
         processes.check_count()
         # In float32 whatever it was trained in, so that the weights are measured.
-        changes = {
-            "dtype": "float32",
-            "attention": "auto",
-            "global_attention": None,
-            "remat": "none",
-        }
-        self.config = ConfigDict(config.to_dict() | changes)
+        self.spec = spec = dataclasses.replace(
+            run.spec.model, dtype="float32", attention="auto", global_attention=None, remat="none"
+        )
         self.tokens = tokens
         B, T = tokens.shape
-        self.frequencies = layer_frequencies(config, T)  # [L][P]
-        positions = np.arange(T, dtype=np.int32)[None]
-        self._tables = rotation_tables(config, positions, T)
-        self.layers = layers(config)  # [L]
-        self.scoring = [_scoring(config, layer) for layer in self.layers]  # [L]
-        self._places = stack_rows(config)
-        sources = key_value_sources(config)
-        self._shared = set(sources[first_sharing_layer(config) :])  # whose keys others take
+        self.layers = spec.layers_at(T)
+        cap = spec.attention_softcap
+        self.scoring = [
+            Scoring(spec.attention_scale or layer.head_dim**-0.5, cap, layer.window)
+            for layer in self.layers
+        ]
+        self._tables = rotation_tables(self.layers, np.arange(T, dtype=np.int32)[None])
+        self._shared = {layer.kv_source for layer in self.layers if layer.shares_kv}
         self._mesh = sharding.make_mesh()
         shards = self._mesh.shape["data"] * self._mesh.shape["fsdp"]
         most_rows = shards * max(_TOKENS // T, 1)
         num_batches = -(-B // most_rows)
         self._batch_size = -(-B // (shards * num_batches)) * shards
-        self._embed = jax.jit(functools.partial(model.embed, self.config))
+        self._embed = jax.jit(functools.partial(model.embed, spec))
         self._layer_inputs = jax.jit(self._compute_layer_inputs)
         self._layer = jax.jit(self._run_layer, static_argnums=(4, 5))
-        self._losses = jax.jit(functools.partial(_losses, self.config))
+        self._losses = jax.jit(functools.partial(_losses, spec))
         self._checkpoint = run.checkpoint
         self._params = functools.cache(self._read_params)
         leaves = jax.tree.leaves(run.checkpoint.shapes)
@@ -100,7 +94,7 @@ class Walk:
         inputs = []
         for batch in batches:
             x = self.run(self._embed, embedder["input_embedding"], batch)
-            if self.config.per_layer_input_dim:
+            if self.spec.per_layer_input_dim:
                 layer_inputs = self.run(self._layer_inputs, embedder, batch, x)
                 inputs.append(_local_rows(layer_inputs))
             embedded.append(_local_rows(x))
@@ -131,30 +125,29 @@ class Walk:
             memory = stream.memory[batch]
             if layer.shares_kv:
                 batch_arrays |= memory[layer.kind]
-            if self.config.per_layer_input_dim:
+            if self.spec.per_layer_input_dim:
                 batch_arrays["layer_input"] = self._inputs[batch][:, number]
             arrays = self._global(batch_arrays)
-            output, captured, shared_kv = self.run(
-                self._layer, params, arrays, table, rotate_fn, layer, number in self._shared
+            output, captured = self.run(
+                self._layer, params, arrays, table, rotate_fn, layer, layer.logit_scale
             )
             after.x.append(_local_rows(output))
-            if shared_kv is not None:
-                memory = memory | {layer.kind: jax.tree.map(_local_rows, shared_kv)}
+            if number in self._shared:
+                kv = {"key": _local_rows(captured.key), "value": _local_rows(captured.value)}
+                memory = memory | {layer.kind: kv}
             after.memory.append(memory)
             if on_layer:
                 results.append(on_layer(batch, captured))
-            del arrays, output, captured, shared_kv  # before the next ones
+            del arrays, output, captured  # before the next ones
         return after, results
 
     def losses(self, stream: Stream, first: int) -> np.ndarray:
         """Runs the layers from `first` on; returns the mean loss of every sequence: [B]."""
-        for number in range(first, self.config.num_layers):
+        for number in range(first, self.spec.num_layers):
             stream, _ = self.layer(number, stream)
         norm = self._params(("final_norm",))
-        if self.config.tied:
-            table = self._params(("embedder", "input_embedding"))
-        else:
-            table = self._params(("head", "w"))
+        tied = self.spec.tied
+        table = self._params(("embedder", "input_embedding") if tied else ("head", "w"))
         next_tokens = np.roll(self.tokens, -1, axis=1)
         targets = self.batches(next_tokens)
         means = []
@@ -167,26 +160,25 @@ class Walk:
 
     def _compute_layer_inputs(self, embedder, tokens, x):
         params = {"embedder": embedder}
-        inputs = model.layer_inputs(self.config, params, tokens, x)
+        inputs = model.layer_inputs(self.spec, params, tokens, x)
         return sharding.constrain(inputs.swapaxes(0, 1), "BLTQ")
 
-    def _run_layer(self, params, arrays, table, rotate_fn, layer, is_shared):
+    def _run_layer(self, params, arrays, table, rotate_fn, layer, logit_scale):
+        layer = dataclasses.replace(layer, logit_scale=logit_scale)  # in which equal ones differ
         memory = {layer.kind: arrays} if layer.shares_kv else None
         layer_input = arrays.get("layer_input")
         x, captured = model.run_layer(
-            self.config, params, arrays["x"], table, layer, rotate_fn, memory, layer_input
+            self.spec, params, arrays["x"], table, layer, rotate_fn, memory, layer_input
         )
-        shared_kv = None
-        if is_shared:
-            # Heads whole: the host has the rows of devices, not parts of rows.
-            key = sharding.constrain(captured.key, "BTSH")
-            shared_kv = {"key": key, "value": sharding.constrain(captured.value, "BTSH")}
-        return sharding.constrain(x, "BTD"), captured, shared_kv
+        # Heads whole: the host has the rows of devices, not parts of rows.
+        key = sharding.constrain(captured.key, "BTSH")
+        value = sharding.constrain(captured.value, "BTSH")
+        return sharding.constrain(x, "BTD"), captured._replace(key=key, value=value)
 
     def _layer_params(self, number: int) -> model.Params:
-        stack, row = self._places[number]
-        names = ("layers", stack) if stack else ("layers",)
-        return self._params(names, row)
+        layer = self.layers[number]
+        path = ("layers", layer.stack) if layer.stack else ("layers",)
+        return self._params(path, layer.row)
 
     def _read_params(self, path: tuple[str, ...], layer: int | None = None) -> model.Params:
         """Reads parameters onto the devices; of a large model they replace those before."""
@@ -205,15 +197,10 @@ class Walk:
         return sharding.global_batch(self._mesh, rows, self._batch_size)
 
 
-def _scoring(config: ConfigDict, layer: Layer) -> Scoring:
-    scale = config.attention_scale or layer.head_dim**-0.5
-    return Scoring(scale, config.attention_softcap, layer.window)
-
-
-def _losses(config, norm, table, x, targets):
+def _losses(spec, norm, table, x, targets):
     """Computes the loss of every token, whole in all processes: [B, T]."""
-    hidden = model.final_norm(config, norm, x)
-    losses = token_losses(hidden, table, targets, config.final_softcap)
+    hidden = model.final_norm(spec, norm, x)
+    losses = token_losses(hidden, table, targets, spec.final_softcap)
     return sharding.constrain(losses, "TT")
 
 

@@ -10,9 +10,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
-from prope import sharding
+from prope import parameters, sharding
 from prope.cost import flops
 from prope.errors import UsageError, first_line, log, usage_error
 from prope.kernels.mask import CAUSAL
@@ -22,8 +21,7 @@ from prope.runtime import xla_flags
 from prope.runtime.memory import step_bytes
 from prope.runtime.processes import check_count
 from prope.runtime.progress import compiling
-from prope.runtime.validate import validate_devices
-from prope.stack import parameters
+from prope.spec.run import Spec
 from prope.step import Prepared, compile_step, compiler_options, init_state, prepare
 
 Shape = tuple[int, int, int, int]
@@ -163,17 +161,17 @@ def _attention_gradient(blocks: Blocks, T: int) -> Callable:
     return jax.jit(jax.grad(loss, (0, 1, 2)))
 
 
-def bench_step(config: ConfigDict, steps: int) -> dict:
+def bench_step(spec: Spec, steps: int) -> dict:
     """Times warm steps of training on all devices, alternating with a plain matmul on one."""
     check_count()
     devices = jax.devices()
     first = devices[0]
-    validate_devices(config, devices)
-    prepared = prepare(config, devices)
-    config, mesh, optimizer, shapes = prepared
+    sharding.check_devices(spec, devices)
+    prepared = prepare(spec, devices)
+    spec, mesh, optimizer, shapes = prepared
     start = time.perf_counter()
     with compiling():
-        step = compile_step(config, optimizer, mesh, shapes)
+        step = compile_step(spec, optimizer, mesh, shapes)
     compile_seconds = time.perf_counter() - start
     # A CPU's clock is too coarse for one matmul: together the repeats take about a second.
     size = 8192
@@ -181,12 +179,12 @@ def bench_step(config: ConfigDict, steps: int) -> dict:
     if first.platform == "cpu":
         size = 2048
         repeats = 8
-    square = jax.random.normal(jax.random.key(0), (size, size), config.model.dtype)
+    square = jax.random.normal(jax.random.key(0), (size, size), spec.model.dtype)
     programs = {"step": _repeat_step(step, prepared), "matmul": repeat_matmul(square, repeats)}
     seconds = medians(programs, steps)
 
-    described = describe(config, mesh)
-    tokens = config.batch_size * config.data.seq_len
+    described = describe(spec, mesh)
+    tokens = spec.batch_size * spec.data.seq_len
     tokens_per_second = tokens / seconds["step"]
     model_rate = described["model_flops_per_token"] * tokens_per_second
     matmul_rate = repeats * 2 * size**3 / seconds["matmul"]
@@ -210,17 +208,17 @@ def bench_step(config: ConfigDict, steps: int) -> dict:
         "temporary_bytes": memory.temp_size_in_bytes,
         "compile_seconds": compile_seconds,
         "xla_flags": xla_flags.in_force(),
-        "compiler_options": compiler_options(config, mesh),
+        "compiler_options": compiler_options(spec, mesh),
     }
 
 
 def _repeat_step(step: jax.stages.Compiled, prepared: Prepared) -> Callable[[], dict]:
     """Builds a program that takes the next step on one batch; its metrics are ready when all is."""
-    config, mesh, optimizer, shapes = prepared
+    spec, mesh, optimizer, shapes = prepared
     shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
-    init = functools.partial(init_state, config, optimizer)
+    init = functools.partial(init_state, spec, optimizer)
     state = jax.jit(init, out_shardings=shardings)()
-    batch = random_batch(config, mesh)
+    batch = random_batch(spec, mesh)
 
     def program():
         nonlocal state
@@ -246,30 +244,30 @@ def repeat_matmul(square: jax.Array, repeats: int) -> Callable[[], jax.Array]:
     return program
 
 
-def describe(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict:
+def describe(spec: Spec, mesh: jax.sharding.Mesh) -> dict:
     """Returns what bench and plan print of the step that they measure."""
-    c = config.model
-    T = config.data.seq_len
+    model = spec.model
+    T = spec.data.seq_len
     return {
         "mesh": dict(mesh.shape),
-        "parameters": parameters.count(c),
-        "batch_size": config.batch_size,
-        "accumulation": config.accumulation,
+        "parameters": parameters.count(model),
+        "batch_size": spec.batch_size,
+        "accumulation": spec.accumulation,
         "seq_len": T,
-        "dtype": c.dtype,
-        "remat": c.remat,
-        "gather": config.mesh.gather,
-        "attention": c.attention,
-        "model_flops_per_token": flops.model_flops_per_token(c, T),
+        "dtype": model.dtype,
+        "remat": model.remat,
+        "gather": spec.mesh.gather,
+        "attention": model.attention,
+        "model_flops_per_token": flops.model_flops_per_token(model, T),
     }
 
 
-def random_batch(config: ConfigDict, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
+def random_batch(spec: Spec, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
     """Draws a batch of random tokens in which every document is one window long."""
-    B = config.batch_size
-    T = config.data.seq_len
+    B = spec.batch_size
+    T = spec.data.seq_len
     rows = sharding.rows_of_this_process(mesh, B)
-    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (B, T + 1), np.int32)
+    tokens = np.random.default_rng(0).integers(0, spec.model.vocab_size, (B, T + 1), np.int32)
     ones = np.ones((len(rows), T), np.int32)
     sequences = {
         "tokens": tokens[rows, :-1],

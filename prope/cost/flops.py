@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
+from prope import parameters
 from prope.sharding import rank_positions
-from prope.stack import parameters
-from prope.stack.layers import layers
+from prope.spec.model import ModelSpec
 
 
 class Chip(NamedTuple):
@@ -72,7 +71,7 @@ def num_parameters(params) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
-def model_flops_per_token(model: ConfigDict, seq_len: int) -> float:
+def model_flops_per_token(model: ModelSpec, seq_len: int) -> float:
     """Computes the FLOPs of training on one token, without recomputation, for MFU.
 
     6 per matmul parameter (layers and head, not norms or the lookup), and causal attention: a query
@@ -80,18 +79,18 @@ def model_flops_per_token(model: ConfigDict, seq_len: int) -> float:
     backward.
     """
     attention = 0.0
-    for layer in layers(model):
+    for layer in model.layers:
         W = min(layer.window or seq_len, seq_len)
         twice_the_keys = 2 * W - W**2 / seq_len
         attention += 6.0 * model.num_heads * layer.head_dim * twice_the_keys
     return 6.0 * parameters.count(model, matrices_only=True) + attention
 
 
-def busiest_part(model: ConfigDict, seq_len: int, C: int) -> float:
+def busiest_part(model: ModelSpec, seq_len: int, C: int) -> float:
     """Computes how many of the mean's FLOPs the busiest of C devices has that split a sequence."""
     positions = rank_positions(C, seq_len)
     lanes_of_keys = np.zeros(C)
-    for layer in layers(model):
+    for layer in model.layers:
         keys = np.minimum(positions + 1, layer.window or seq_len).sum(axis=1)
         lanes_of_keys += layer.head_dim * keys
     mean = model_flops_per_token(model, seq_len) * seq_len / C

@@ -7,17 +7,16 @@ import time
 from collections.abc import Callable
 
 import jax
-from ml_collections import ConfigDict
 
 from prope import sharding
-from prope.config import REMAT
 from prope.cost import flops, hlo, traffic
 from prope.cost.bench import describe
 from prope.cost.traced import count_flops
 from prope.errors import log, vmem_error
 from prope.runtime import xla_flags
 from prope.runtime.memory import step_bytes
-from prope.runtime.validate import validate_devices
+from prope.spec.model import REMAT
+from prope.spec.run import Spec
 from prope.step import ASYNC_FUSION, compiler_options, prepare, trace_step
 
 # What is only known of a step that fits.
@@ -31,7 +30,7 @@ _COMPILED = (
 )
 
 
-def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
+def plan(spec: Spec, topology: str, devices: list, flags: dict) -> dict:
     """Compiles the training step for these devices; returns what the command prints."""
     name, _, _ = topology.partition(":")
     is_gpu = name not in xla_flags.TPU
@@ -39,27 +38,26 @@ def plan(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
     slices = sharding.num_slices(devices)
     if is_gpu:  # JAX tells nodes apart, as slices, only of GPUs that are attached
         slices = len({gpu.process_index for gpu in devices})
-    if config.mesh.data is None:
-        config = config.copy_and_resolve_references()
-        config.mesh.data = slices
-    validate_devices(config, devices)
-    config, mesh, optimizer, state = prepare(config, devices)
-    traced = trace_step(config, optimizer, mesh, state)
-    tokens = config.batch_size * config.data.seq_len
+    if spec.mesh.data is None:
+        spec = spec.replace({"mesh.data": slices})
+    sharding.check_devices(spec, devices)
+    spec, mesh, optimizer, state = prepare(spec, devices)
+    traced = trace_step(spec, optimizer, mesh, state)
+    tokens = spec.batch_size * spec.data.seq_len
     step_flops = count_flops(traced.jaxpr)
     usable_memory = xla_flags.GPU_MEMORY_FRACTION if is_gpu else 1
     result = {
         "topology": topology,
         "slices": slices,
         "chips": len(devices),
-        **describe(config, mesh),
-        "sequences_per_chip": config.batch_size / len(devices),
+        **describe(spec, mesh),
+        "sequences_per_chip": spec.batch_size / len(devices),
         "hardware_flops_per_token": step_flops / tokens,
-        "busiest_part": flops.busiest_part(config.model, config.data.seq_len, config.mesh.context),
+        "busiest_part": flops.busiest_part(spec.model, spec.data.seq_len, spec.mesh.context),
         "hbm_bytes_per_chip": int(chip.hbm_bytes * usable_memory),
     }
     # Tuning a GPU's kernels would need the GPU.
-    options = flags | compiler_options(config, mesh)
+    options = flags | compiler_options(spec, mesh)
     result["xla_flags"] = dict(options)
     if is_gpu:
         options["xla_gpu_autotune_level"] = 0
@@ -151,25 +149,22 @@ def _ideal_speed(result: dict, step_flops: float, chip: flops.Chip) -> dict:
     }
 
 
-def search(config: ConfigDict, topology: str, devices: list, flags: dict) -> dict:
+def search(spec: Spec, topology: str, devices: list, flags: dict) -> dict:
     """Returns the fastest plan over every remat and the largest batch that fits.
 
-    `config.mesh.gather` is "head"; the best plan gets "ahead" if that still fits, on TPUs where it
+    `spec.mesh.gather` is "head"; the best plan gets "ahead" if that still fits, on TPUs where it
     makes another program.
     """
-    groups = len(devices) // (config.mesh.tensor * config.mesh.context)
+    groups = len(devices) // (spec.mesh.tensor * spec.mesh.context)
 
     def attempt(gather: str, remat: str, rows: int) -> dict:
-        candidate = config.copy_and_resolve_references()
-        candidate.mesh.gather = gather
-        candidate.model.remat = remat
-        candidate.batch_size = rows * groups
-        candidate.accumulation = 1
-        result = plan(candidate, topology, devices, flags)
+        fields = {"mesh.gather": gather, "model.remat": remat}
+        fields |= {"batch_size": rows * groups, "accumulation": 1}
+        result = plan(spec.replace(fields), topology, devices, flags)
         size = "does not fit"
         if result["fits"]:
             size = f"{result['peak_bytes_per_chip'] / 2**30:.2f} GiB"
-        batch = f"{candidate.batch_size} sequences on {len(devices)} chips"
+        batch = f"{rows * groups} sequences on {len(devices)} chips"
         log.info("gather=%s, remat=%s, %s: %s", gather, remat, batch, size)
         return result
 

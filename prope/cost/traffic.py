@@ -230,12 +230,12 @@ def _bytes_written(x: Instruction) -> int:
 
 
 def _is_free(x: Instruction) -> bool:
-    """Tells whether an instruction moves no data by itself."""
+    """Returns whether an instruction moves no data by itself."""
     if x.opcode == "custom-call" and re.search(_FREE_CALLS, x.attributes):
         return True
     return x.kind in _FREE
 
 
 def _is_chained(x: Instruction) -> bool:
-    """Tells whether a TPU runs a collective beside the fusions that repeat its text."""
+    """Returns whether a TPU runs a collective beside the fusions that repeat its text."""
     return "chain_id=" in x.attributes

@@ -236,7 +236,7 @@ def _compare(values: dict, mistake: dict) -> Iterator[tuple]:
 
 
 def explains(mistake: dict, values: dict) -> bool:
-    """Tells whether a mistake gives the values, up to the rounding of float32 angles."""
+    """Returns whether a mistake gives the values, up to the rounding of float32 angles."""
     compared = _compare(values, mistake)
     return all((errors <= TOLERANCE + slack).all() for _, _, errors, slack in compared)
 

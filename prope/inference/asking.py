@@ -1,12 +1,13 @@
-"""Asks checkpoints the long-context tasks of prope/data/tasks; the room behind python -m prope.ask.
+"""Evaluates checkpoints on the long-context tasks of prope/data/tasks, for python -m prope.ask.
 
 W/longcontext.jsonl has a record per step, task and length, W/eval/STEP/ its trials, which
 `paired_answers` compares. A record, and each of its `cells`, one for a row of prompts, has:
 
 accuracy       share of prompts whose right answer is likelier than all foils (rank 1)
-guess          what the best guess that matches no question with a fact would have; `guess_rule`
-               names it (see `trials.guess`). Only an accuracy above it is retrieval. Older records
-               have `chance` alone, of guessing without the prompt
+guess          the no-retrieval baseline: what the best guess that matches no question with a fact
+               would have; `guess_rule` names it (see `trials.chances_without_retrieval`). Only an
+               accuracy above it is retrieval. Older records have `chance` alone, of guessing
+               without the prompt
 exact          the same for: all tokens of the answer, and of what ends it, have the highest logit,
                as in greedy decoding
 ..._interval   their 95 % intervals (Wilson, 1927)
@@ -26,7 +27,6 @@ from collections.abc import Iterator
 import numpy as np
 from etils import epath
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from prope import model
 from prope.data.store.arrays import fingerprint_of
@@ -36,10 +36,11 @@ from prope.errors import usage_error
 from prope.inference import paired
 from prope.inference.generation import load_vocabulary
 from prope.inference.losses import Selection
-from prope.inference.opening import configs_by_length, records
+from prope.inference.opening import records, specs_by_length
 from prope.inference.options import Options
-from prope.inference.trials import Trial, best_guess, encode, score_trials
+from prope.inference.trials import Trial, encode, no_retrieval_baseline, score_trials
 from prope.runtime import processes
+from prope.spec.run import Spec
 from prope.workdir.run import Run
 
 RECORDS = "longcontext.jsonl"
@@ -87,12 +88,8 @@ def answers(options: AskOptions) -> Iterator[dict]:
     tasks = parse_tasks(options.tasks)
 
     def open_prompts(run: Run, encoding: str | None) -> list[Prompts]:
-        prompts = []
-        configs = configs_by_length(run.config, options, encoding)
-        for task in tasks:
-            for T, config in configs.items():
-                prompts.append(Prompts(task, T, config, options))
-        return prompts
+        specs = specs_by_length(run.spec, options, encoding)
+        return [Prompts(task, T, spec, options) for task in tasks for T, spec in specs.items()]
 
     return records(options, open_prompts, RECORDS)
 
@@ -102,10 +99,10 @@ class Prompts:
 
     split = "prompts"
 
-    def __init__(self, task: str, T: int, config: ConfigDict, options: AskOptions):
-        self.config = config
-        self._tokenizer = load_vocabulary(config, options.workdir)
-        form = "compact" if config.data.tokenizer == "byte" else "prose"
+    def __init__(self, task: str, T: int, spec: Spec, options: AskOptions):
+        self.spec = spec
+        self._tokenizer = load_vocabulary(spec, options.workdir)
+        form = "compact" if spec.data.tokenizer == "byte" else "prose"
         self.about = {
             "control": options.control,
             "trials": options.trials,
@@ -149,7 +146,7 @@ class Prompts:
         rows = self.about["rows"]
         trials = self.trials()
         num_ids = self._tokenizer.vocab_size
-        logprobs, exact = score_trials(self.config, params, self.seq_len, trials, mesh, num_ids)
+        logprobs, exact = score_trials(self.spec, params, self.seq_len, trials, mesh, num_ids)
         rank = rank_first(logprobs)
         cells = []
         for i, row in enumerate(rows):
@@ -204,7 +201,7 @@ def summarize(
         "logprob": logprobs[:, 0],
     }
     summary |= {name: float(np.mean(values)) for name, values in means.items()}
-    return summary | best_guess(trials)
+    return summary | no_retrieval_baseline(trials)
 
 
 def paired_answers(

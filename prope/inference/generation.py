@@ -18,16 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
-from ml_collections import ConfigDict, FrozenConfigDict
 
 from prope import model, sharding
 from prope.data.tokenizer import GEMMA_IDS, Tokenizer, load_tokenizer, token_name
 from prope.errors import log, usage_error
+from prope.inference.opening import for_this_machine
 from prope.kernels.choice import matmul_precision
+from prope.parameters import by_stack
 from prope.runtime import processes
 from prope.runtime.environment import advise_dtype
 from prope.runtime.files import read_text
-from prope.stack.layers import by_stack, layers, stack_rows
+from prope.spec.model import ModelSpec
+from prope.spec.run import Spec
 from prope.workdir.run import Run, open_run
 
 _CHUNK = 512  # most tokens of a prompt that are read at a time
@@ -72,7 +74,7 @@ class Sampling:
 
 @jax.jit(static_argnums=(0, 1))
 def prefill(
-    config: FrozenConfigDict,
+    spec: ModelSpec,
     sampling: Sampling,
     params: model.Params,
     prompts: Prompts,
@@ -82,20 +84,20 @@ def prefill(
     """Returns the first token after each prompt, and the cache for `decode`.
 
     Args:
-      config: a run's `config.model`, frozen.
+      spec: the model.
       prompts: tokens from <bos> on, with any padding on the right; see `pad_prompts`.
       lengths: tokens of each prompt, at least 1.
       keys: a random key per row [B]. The token at position m of a row is drawn with
         fold_in(its key, m).
     """
     # Slots for all generated tokens but the last, which is never read.
-    last, cache = fill_cache(config, params, prompts, lengths, sampling.length - 1)
-    logits = model.logits(config, params, last[:, 0])
+    last, cache = fill_cache(spec, params, prompts, lengths, sampling.length - 1)
+    logits = model.logits(spec, params, last[:, 0])
     return sample_tokens(sampling, logits, keys, lengths), cache
 
 
 def fill_cache(
-    config: ConfigDict,
+    spec: ModelSpec,
     params: model.Params,
     prompts: Prompts,
     lengths: Rows,
@@ -117,27 +119,27 @@ def fill_cache(
     def read(carry, first):
         last, cache = carry
         tokens = jax.lax.dynamic_slice_in_dim(prompts, first, size, axis=1)
-        hidden, cache = model.decode(config, params, tokens, cache, jnp.full(B, first), lengths)
+        hidden, cache = model.decode(spec, params, tokens, cache, jnp.full(B, first), lengths)
         place = (lengths - 1 - first)[:, None, None]
         is_here = (place >= 0) & (place < size)
         last_here = jnp.take_along_axis(hidden, place, axis=1, mode="clip")
         last = jnp.where(is_here, last_here, last)
         return (last, cache), None
 
-    last = jnp.zeros((B, 1, config.embed_dim), config.dtype)
-    cache = empty_cache(config, B, T, at_once)
+    last = jnp.zeros((B, 1, spec.embed_dim), spec.dtype)
+    cache = empty_cache(spec, B, T, at_once)
     firsts = jnp.arange(0, T, size, dtype=jnp.int32)
     (last, cache), _ = jax.lax.scan(read, (last, cache), firsts)
 
     def copy(old, new):
         return new.at[:, :, :, : old.shape[3]].set(old)
 
-    return last, jax.tree.map(copy, cache, empty_cache(config, B, T + more, at_once))
+    return last, jax.tree.map(copy, cache, empty_cache(spec, B, T + more, at_once))
 
 
 @jax.jit(static_argnums=(0, 1), donate_argnames="cache")
 def decode(
-    config: FrozenConfigDict,
+    spec: ModelSpec,
     sampling: Sampling,
     params: model.Params,
     first: Rows,
@@ -146,7 +148,7 @@ def decode(
     keys: jax.Array,
 ) -> tuple[Int[Array, "B length"], model.Cache]:
     """Returns the tokens from `first` on, `pad` after a row's end, and the cache; it is donated."""
-    params = split_layers(config, params)  # once, not for each token
+    params = split_layers(spec, params)  # once, not for each token
     tokens = jnp.full((len(first), sampling.length), sampling.pad, jnp.int32)
     tokens = tokens.at[:, 0].set(first)
     stops = jnp.array([sampling.eos, *sampling.stop_ids])
@@ -158,8 +160,8 @@ def decode(
     def append_token(state):
         i, token, ended, tokens, cache = state
         position = lengths + i
-        hidden, cache = model.decode(config, params, token[:, None], cache, position - 1)
-        logits = model.logits(config, params, hidden[:, 0])
+        hidden, cache = model.decode(spec, params, token[:, None], cache, position - 1)
+        logits = model.logits(spec, params, hidden[:, 0])
         token = sample_tokens(sampling, logits, keys, position)
         token = jnp.where(ended, sampling.pad, token)
         ended |= jnp.isin(token, stops)
@@ -172,13 +174,13 @@ def decode(
     return tokens, cache
 
 
-def empty_cache(config: ConfigDict, batch: int, length: int, at_once: int = _CHUNK) -> model.Cache:
+def empty_cache(spec: ModelSpec, batch: int, length: int, at_once: int = _CHUNK) -> model.Cache:
     """Allocates a cache for the keys and values of `length` tokens of `batch` sequences.
 
     A layer with a window keeps what `at_once` tokens can see.
     """
     cache = {}
-    own = [layer for layer in layers(config) if not layer.shares_kv]
+    own = [layer for layer in spec.layers if not layer.shares_kv]
     for kind in dict.fromkeys(layer.kind for layer in own):
         of_kind = [layer for layer in own if layer.kind == kind]
         layer = of_kind[0]
@@ -186,25 +188,25 @@ def empty_cache(config: ConfigDict, batch: int, length: int, at_once: int = _CHU
         if layer.window is not None and not layer.sinks:
             slots = min(length, layer.window + at_once - 1)
         shape = (len(of_kind), batch, layer.num_kv_heads, slots, layer.head_dim)
-        cache[kind] = {name: jnp.zeros(shape, config.dtype) for name in ("key", "value")}
+        cache[kind] = {name: jnp.zeros(shape, spec.dtype) for name in ("key", "value")}
     return cache
 
 
-def split_layers(config: ConfigDict, params: model.Params) -> model.Params:
-    """Makes "layers" a tuple of each layer's parameters, its matrices in `config.dtype`."""
+def split_layers(spec: ModelSpec, params: model.Params) -> model.Params:
+    """Makes "layers" a tuple of each layer's parameters, its matrices in `spec.dtype`."""
 
     def unstack(leaf):
         if leaf.ndim > 2:
-            leaf = leaf.astype(config.dtype)
+            leaf = leaf.astype(spec.dtype)
         return jnp.unstack(leaf)
 
     def split(stacked):
         by_layer = jax.tree.map(unstack, stacked)
         return jax.tree.transpose(jax.tree.structure(stacked), None, by_layer)
 
-    stacked_layers = by_stack(config, params["layers"])
+    stacked_layers = by_stack(spec, params["layers"])
     rows = {stack: split(stacked) for stack, stacked in stacked_layers.items()}
-    return params | {"layers": tuple(rows[stack][row] for stack, row in stack_rows(config))}
+    return params | {"layers": tuple(rows[layer.stack][layer.row] for layer in spec.layers)}
 
 
 def sample_tokens(sampling: Sampling, logits: Logits, keys: jax.Array, positions: Rows) -> Rows:
@@ -269,20 +271,20 @@ def read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
     return texts
 
 
-def load_vocabulary(config: ConfigDict, workdir: str) -> Tokenizer:
+def load_vocabulary(spec: Spec, workdir: str) -> Tokenizer:
     """Loads a run's tokenizer.
 
     Raises UsageError where the model cannot say all that it encodes, or cannot have a cache.
     """
-    if config.model.rope_scaling_type == "dynamic":
+    if spec.model.rope_scaling_type == "dynamic":
         problem = "keys in a cache would rotate anew as the text grows: rope_scaling_type=dynamic"
         raise usage_error("--workdir", workdir, problem, "python -m prope.evaluate takes it")
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    ids = config.model.vocab_size
+    tokenizer = load_tokenizer(spec.data.tokenizer)
+    ids = spec.model.vocab_size
     if tokenizer.text_size > ids:
         problem = f"has {tokenizer.text_size} ids, and the model of {workdir} {ids}"
         remedy = "put back the tokenizer that the run was trained with"
-        raise usage_error("config.data.tokenizer", config.data.tokenizer, problem, remedy)
+        raise usage_error("config.data.tokenizer", spec.data.tokenizer, problem, remedy)
     return tokenizer
 
 
@@ -301,10 +303,9 @@ def continue_prompts(
     in `dtype`, by default the run's.
     """
     run = open_run(workdir, step)
-    config = run.config.copy_and_resolve_references()
-    config.model.dtype = dtype or config.model.dtype
+    spec = for_this_machine(run.spec.model, dtype)
     with processes.raise_on_all():
-        tokenizer = load_vocabulary(config, workdir)
+        tokenizer = load_vocabulary(run.spec, workdir)
     special = tokenizer.special
     start_ids = [special.start] if start == "document" else []
     prompts = [start_ids + tokenizer.encode(text.encode()).tolist() for text in texts]
@@ -312,23 +313,21 @@ def continue_prompts(
         problem = "an empty prompt then has no token to continue"
         raise usage_error("--start", start, problem, "give text, or --start=document")
     first = token_name(tokenizer, special.start) if start_ids else None
-    log.info("before a prompt: %s; computed in %s", first or "nothing", config.model.dtype)
+    log.info("before a prompt: %s; computed in %s", first or "nothing", spec.dtype)
     unknown = sum(np.count_nonzero(special.is_unknown(np.array(ids))) for ids in prompts)
     if unknown:
         log.warning("%d tokens of the prompts are <unk>: the tokenizer does not know them", unknown)
     longest = max(map(len, prompts)) + sampling.length
-    trained = config.data.seq_len
+    trained = run.spec.data.seq_len
     if longest > trained:
         log.info("%d tokens is longer than the %d that the run was trained on", longest, trained)
-    run, params = run.first_undamaged(Run.params)
-    advise_dtype(config.model.dtype)
-    config.model.attention = "auto"  # for this machine, which need not be the one that trained
-    config.model.global_attention = None
-    stops = (*special.ends, *config.data.stop_ids)
+    run, params = run.restore_newest_valid(Run.params)
+    advise_dtype(spec.dtype)
+    stops = (*special.ends, *run.spec.data.stop_ids)
     sampling = dataclasses.replace(
         sampling, eos=special.eos, stop_ids=stops, pad=special.pad, vocab_size=tokenizer.vocab_size
     )
-    tokens, seconds = generate(config.model, sampling, params, prompts, seed)
+    tokens, seconds = generate(spec, sampling, params, prompts, seed)
     continuations = []
     count = 0
     for text, prompt, row in zip(texts, prompts, tokens.tolist(), strict=True):
@@ -351,18 +350,17 @@ def continue_prompts(
         "decode_tokens_per_second": (count - len(texts)) / seconds["decode"],
         "compile_seconds": seconds["compile"],
         "step": run.step,
-        "rope_percentage": config.model.rope_percentage,
-        "dtype": config.model.dtype,
+        "rope_percentage": spec.rope_percentage,
+        "dtype": spec.dtype,
         "start": first,
         "workdir": workdir,
     }
 
 
 def generate(
-    config: ConfigDict, sampling: Sampling, params: model.Params, rows: Sequence, seed: int
+    spec: ModelSpec, sampling: Sampling, params: model.Params, rows: Sequence, seed: int
 ) -> tuple[np.ndarray, dict[str, float]]:
     """Continues rows of tokens on all devices: tokens [B, length], and how long what took."""
-    frozen = FrozenConfigDict(config)
     mesh = sharding.make_mesh()
     replicated = NamedSharding(mesh, PartitionSpec())
     prompts, lengths = jax.device_put(pad_prompts(rows), replicated)
@@ -371,12 +369,12 @@ def generate(
     ended = jax.device_put(np.full(len(rows), sampling.eos, np.int32), replicated)
 
     def read():
-        return prefill(frozen, sampling, params, prompts, lengths, keys)
+        return prefill(spec, sampling, params, prompts, lengths, keys)
 
     def write(first, cache):
-        return decode(frozen, sampling, params, first, cache, lengths, keys)
+        return decode(spec, sampling, params, first, cache, lengths, keys)
 
-    with sharding.use(mesh), matmul_precision(config.dtype):
+    with sharding.use(mesh), matmul_precision(spec.dtype):
         # The first calls compile; that, and other one-time work, is not in the rates.
         (_, cache), prefill_seconds = _timed(read)
         _, decode_seconds = _timed(write, ended, cache)

@@ -1,39 +1,48 @@
-"""Evaluates the loss of a model on windows of text, summed by document and by position.
+"""Computes losses of models on windows of text, summed by document and by position.
 
-Every predicted token counts once. Losses are added up in float64, so the batch size does not change
-the result.
+`evaluations` opens checkpoints for `python -m prope.evaluate`; `LossEvaluation` evaluates
+parameters, those in training too. Every predicted token counts once. Losses are added up in
+float64, so the batch size does not change the result.
 
 Axes: B batch, T seq_len of the windows, C documents, Q buckets of positions.
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from ml_collections import ConfigDict
 
 from prope import model, sharding
 from prope.data.batch import Batch, padding
+from prope.data.mixture import open_text
 from prope.data.store.arrays import READ_TOKENS, fingerprint_of, retry_tokens
 from prope.data.tasks.windows import GeneratedWindows
 from prope.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
 from prope.data.windows import Windows
-from prope.errors import log
+from prope.errors import log, usage_error
 from prope.inference import paired
+from prope.inference.opening import cut_window, records, specs_by_length
+from prope.inference.options import Options
 from prope.kernels.choice import matmul_precision
 from prope.loss import token_losses
 from prope.runtime import processes, watchdog
 from prope.runtime.memory import check_memory
+from prope.spec.data import DataSpec, is_generated, override_dataset
+from prope.spec.model import FULL, ModelSpec
+from prope.spec.run import Spec
 from prope.step import batch_hidden
+from prope.workdir.run import Run
 
+RECORDS = "eval.jsonl"
 _MAX_UNKNOWN = 0.01  # share of <unk> up to which a loss says something about the bytes
 # How byte-level BPE, which writes every byte as a character, writes a space; what stands for one
 # byte in tokens that are text.
@@ -92,7 +101,7 @@ def select(
 
 def run_batches(
     step: Callable[[Batch], dict[str, jax.Array]],
-    config: ConfigDict,
+    spec: Spec,
     mesh: Mesh,
     count: int,
     read: Callable[[list[int]], Batch],
@@ -102,14 +111,14 @@ def run_batches(
 
     Args:
       step: computes arrays, whose first axis is the batch, from a batch on all devices.
-      config: of the run; `eval.batch_size` is the most sequences of a batch.
+      spec: of the run; `eval.batch_size` is the most sequences of a batch.
       mesh: the devices.
       count: how many sequences there are.
       read: reads this process's sequences of a batch; numbers from `count` on are padding.
       go_on: called before every batch, in all processes alike; after False nothing is read.
     """
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    wanted = min(config.eval.batch_size, count)
+    wanted = min(spec.eval.batch_size, count)
     batch_size = -(-wanted // shards) * shards
     local_rows = sharding.rows_of_this_process(mesh, batch_size)
     for start in range(0, count, batch_size):
@@ -117,20 +126,20 @@ def run_batches(
         if not go_on():
             return
         sequences = read([start + row for row in local_rows])
-        with sharding.use(mesh), matmul_precision(config.model.dtype):
+        with sharding.use(mesh), matmul_precision(spec.model.dtype):
             results = step(sharding.global_batch(mesh, sequences, batch_size))
         rows = min(batch_size, count - start)
         yield {name: np.asarray(values)[:rows] for name, values in results.items()}
 
 
 class LossEvaluation:
-    """Evaluates parameters on a selection of windows, by default of config.eval.max_windows."""
+    """Evaluates parameters on a selection of windows, by default of spec.eval.max_windows."""
 
-    def __init__(self, config: ConfigDict, windows: Windows, selection: Selection | None = None):
-        self.config = config
+    def __init__(self, spec: Spec, windows: Windows, selection: Selection | None = None):
+        self.spec = spec
         self.windows = windows
-        self.selection = selection or select(windows, config.eval.max_windows)
-        self.dataset = config.data.dataset
+        self.selection = selection or select(windows, spec.eval.max_windows)
+        self.dataset = spec.data.dataset
         self.seq_len = windows.seq_len
         self.split = windows.split
         self._compiled = None
@@ -157,14 +166,14 @@ class LossEvaluation:
         count = len(indices)
         sources = self.windows.sources
         source_of = np.repeat(range(len(sources)), [source.count for source in sources])[indices]
-        by_document = DocumentSums(self.seq_len, self.config.data.seq_len)
-        counts = np.zeros((len(sources), self.config.model.vocab_size), int)
+        by_document = DocumentSums(self.seq_len, self.spec.data.seq_len)
+        counts = np.zeros((len(sources), self.spec.model.vocab_size), int)
         start = self.windows.store.special.start
         correct = []
         row = 0
 
         step = functools.partial(self._run, params, mesh)
-        for scores in run_batches(step, self.config, mesh, count, self._read, go_on):
+        for scores in run_batches(step, self.spec, mesh, count, self._read, go_on):
             correct.extend(scores.pop("correct", ()))
             for i, targets in enumerate(scores.pop("targets")):
                 source = source_of[row]
@@ -181,11 +190,11 @@ class LossEvaluation:
             "fingerprint": self.selection.fingerprint,
             "seq_len": self.seq_len,
             "split": self.split,
-            "bos_every_window": self.config.data.bos_every_window,
+            "bos_every_window": self.spec.data.bos_every_window,
             "windows": count,
             **summarize(sums),
             "by_position": summarize_positions(sums),
-            **per_byte(self.windows, sums, counts, self.config.data.tokenizer),
+            **per_byte(self.windows, sums, counts, self.spec.data.tokenizer),
         }
         if len(sources) > 1:
             record["sources"] = summarize_sources(self.windows, source_of, sums)
@@ -209,26 +218,26 @@ class LossEvaluation:
         if self._compiled is None:
             step = jax.jit(self._score, out_shardings=NamedSharding(mesh, PartitionSpec()))
             self._compiled = step.lower(params, batch).compile()
-            size = self.config.eval.batch_size
+            size = self.spec.eval.batch_size
             advice = f"lower the batch size, now {size}, or the windows' length"
             check_memory(self._compiled, advice)
         return self._compiled(params, batch)
 
     def _score(self, params, batch) -> dict[str, jax.Array]:
         """Scores every token of a batch, [B, T]."""
-        hidden = batch_hidden(self.config, params, batch)
+        hidden = batch_hidden(self.spec, params, batch)
         targets = batch["targets"]
         scores = {
             "weights": batch["weights"],
             "segment_ids": batch["segment_ids"],
             "targets": targets,
             "losses": token_losses(
-                hidden, model.head(params), targets, self.config.model.final_softcap
+                hidden, model.head(params), targets, self.spec.model.final_softcap
             ),
         }
         if isinstance(self.windows, GeneratedWindows):
             # One sequence at a time, so that the logits of a batch never exist whole.
-            logits = functools.partial(model.logits, self.config.model, params)
+            logits = functools.partial(model.logits, self.spec.model, params)
             likeliest = jax.lax.map(lambda row: logits(row).argmax(axis=-1), hidden)
             scores["correct"] = likeliest == targets
         return jax.tree.map(sharding.whole_sequences, scores)
@@ -398,3 +407,119 @@ def count_bytes(tokenizer: Tokenizer) -> np.ndarray:
     sizes = np.array([len(text) for text in texts])
     sizes[list(tokenizer.special.ends)] = -(not example.startswith("a"))
     return sizes
+
+
+# --- Checkpoints ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class LossOptions(Options):
+    """Which losses to compute; the fields are the flags of prope.evaluate, which explains them."""
+
+    max_windows: int | None = None
+    max_tokens: int | None = None
+    dataset: str | None = None
+    data_dir: str | None = None
+    split: str | None = None
+    window: list[str] | None = None
+    sinks: list[str] | None = None
+    bos_every_window: bool | None = None
+
+    def cuts(self, model: ModelSpec, T: int) -> list[tuple[int | None, int]]:
+        """Returns windows of the layers that have none, each with sinks; first (None, 0), uncut."""
+        windows = _parse_counts("--window", self.window or [], least=1)
+        sinks = _parse_counts("--sinks", self.sinks or ["0"], least=0)
+        # Where they hold T keys, the last query, too, sees all.
+        cuts = [(w, s) for w in windows for s in sinks if w + s < T and FULL in model.kinds]
+        return [(None, 0), *cuts]
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.sinks and not self.window:
+            problem = "has no effect without --window, outside of which they stay visible"
+            raise usage_error("--sinks", ",".join(self.sinks), problem)
+        if self.max_windows and self.max_tokens:
+            problem = f"conflicts with --max_tokens={self.max_tokens}; give one"
+            raise usage_error("--max_windows", self.max_windows, problem)
+
+
+def _parse_counts(flag: str, entries: list[str], least: int) -> list[int]:
+    for entry in entries:
+        if not entry.strip().isdecimal() or int(entry) < least:
+            problem = f"{entry!r} is not a number of tokens from {least} on"
+            raise usage_error(flag, ",".join(entries), problem)
+    return list(dict.fromkeys(map(int, entries)))
+
+
+def evaluations(options: LossOptions) -> Iterator[dict]:
+    """Yields the record of every evaluation, in the order of runs, checkpoints and lengths.
+
+    Raises UsageError, before anything is computed, where a run, a checkpoint or data is missing or
+    does not fit the flags.
+    """
+    opened = {}  # evaluations that several runs share
+    open_all = functools.partial(_open_lengths, options, opened)
+    if options.max_windows and "," in (options.seq_len or ""):
+        remedy = "--max_tokens reads the same text at every length"
+        log.warning("--max_windows: longer windows hold more text; %s", remedy)
+    limits = {"max_windows": options.max_windows, "max_tokens": options.max_tokens}
+    return records(options, open_all, RECORDS, **limits)
+
+
+def _open_lengths(
+    options: LossOptions, opened: dict[tuple, LossEvaluation], run: Run, encoding: str | None
+) -> list[LossEvaluation]:
+    """Opens the evaluation of each length; runs that differ by seed share one, in `opened`."""
+    state = run.checkpoint.data
+    if "imported_from" in state and options.dataset is None:
+        problem = "was imported, without a dataset; give --dataset=files --data_dir=DIR or another"
+        raise usage_error("--workdir", run.workdir, problem)
+    data = override_dataset(run.spec.data, options.dataset, options.data_dir)
+    if options.bos_every_window is not None:
+        data = dataclasses.replace(data, bos_every_window=options.bos_every_window)
+    specs = specs_by_length(dataclasses.replace(run.spec, data=data), options, encoding)
+    longest = max(specs)
+    if options.max_tokens:
+        _check_max_tokens(options, specs, data)
+    if options.window and FULL not in run.spec.model.kinds:
+        log.info("%s: as it is, for no layer is without a window", run.workdir)
+    evaluations = []
+    for T, spec in specs.items():
+        for window, sinks in options.cuts(spec.model, T):
+            cut = dataclasses.replace(spec, model=cut_window(spec.model, window, sinks))
+            # All that the program and its windows depend on; `open_text` reads the run's data, too.
+            texts = repr((data, run.spec.data))
+            key = (T, state.get("fingerprint"), cut.model, cut.eval.batch_size, texts)
+            if key not in opened:
+                windows = _open_windows(run, options, cut, T)
+                selection = select(windows, options.max_windows, options.max_tokens, longest)
+                opened[key] = LossEvaluation(cut, windows, selection)
+            evaluations.append(opened[key])
+    return evaluations
+
+
+def _check_max_tokens(options: LossOptions, lengths: Iterable[int], data: DataSpec) -> None:
+    """Raises UsageError where the same tokens cannot be read at every length."""
+    if any(is_generated(source.dataset) for _, source in data.weighted_sources()):
+        problem = f"{data.dataset} has other windows at every length; give --max_windows"
+        raise usage_error("--max_tokens", options.max_tokens, problem)
+    longest = max(lengths)
+    if options.max_tokens < longest:
+        allowed = f"must be at least a window, here of {longest} tokens"
+        raise usage_error("--max_tokens", options.max_tokens, allowed)
+    for T in lengths:
+        if longest % T:
+            problem = f"{T} does not divide the longest, {longest}, as it must with --max_tokens"
+            raise usage_error("--seq_len", options.seq_len, problem)
+
+
+def _open_windows(run: Run, options: LossOptions, spec: Spec, T: int):
+    data = dataclasses.replace(spec.data, seq_len=T)
+    vocab_size = spec.model.vocab_size
+    windows = open_text(data, vocab_size, options.split, run.spec.data, run.checkpoint.data)
+    text_length = max(source.length for source in windows.sources)
+    # At the training's length a short text is padded, as in training.
+    if text_length < T and spec.data.seq_len < T:
+        problem = f"longer than split {windows.split} of {data.dataset}, {text_length:,} tokens"
+        raise usage_error("--seq_len", T, problem, "give a shorter window, or more text")
+    return windows

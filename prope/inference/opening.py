@@ -1,36 +1,26 @@
 """Opens the models that a command evaluates, and keeps their records.
 
-A model is a run at a checkpoint, with its encoding or a changed one, at a length. evaluation.py
-computes losses of them, asking.py asks them tasks.
+A model is a run at a checkpoint, with its encoding or a changed one, at a length. losses.py
+computes losses of them, asking.py evaluates them on tasks.
 """
 
+import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterator
 
 from etils import epath
-from ml_collections import ConfigDict
 
 from prope import sharding
-from prope.config import flat
-from prope.encodings import (
-    INTERVENTIONS,
-    SCALINGS,
-    can_rescale,
-    describe,
-    layer_frequencies,
-    logit_factor,
-    parse_band,
-    rotated_pairs,
-)
+from prope.encodings import INTERVENTIONS, SCALINGS, can_rescale
 from prope.errors import log, usage_error
 from prope.inference.options import ENCODINGS, Options
 from prope.inference.paired import sums_folder
 from prope.runtime import processes
 from prope.runtime.environment import advise_dtype
 from prope.runtime.files import append_jsonl, as_path, check_writable, is_url
-from prope.runtime.validate import validate
-from prope.stack.layers import layer_windows
+from prope.spec.model import FULL, ModelSpec, parse_band
+from prope.spec.run import Spec
 from prope.workdir.checkpoints import list_steps
 from prope.workdir.records import find_evaluation, read_jsonl
 from prope.workdir.run import Run, find_runs, open_run
@@ -55,7 +45,7 @@ def open_runs(options: Options) -> list[tuple[Run, list[str | None]]]:
             continue
         for step in steps if options.step == "all" else [options.step]:
             run = open_run(workdir, None if step is None else int(step))
-            problem = cannot_change(run.config.model, changed)
+            problem = cannot_change(run.spec.model, changed)
             if several and problem:
                 log.info("%s: left out, for %s", workdir, problem)
                 continue
@@ -101,15 +91,15 @@ def choose_encodings(run: Run, options: Options) -> list[str | None]:
     if options.intervene is None:
         return [options.encoding]
     encodings = []
-    for encoding in parse_interventions(options.intervene, run.config.model):
-        if changes_rotation(run.config, encoding):
+    for encoding in parse_interventions(options.intervene, run.spec.model):
+        if changes_rotation(run.spec, encoding):
             encodings.append(encoding)
         else:
             log.info("%s: %s left out, for these pairs do not rotate", run.workdir, encoding)
     return [None, *encodings] if encodings else []  # first as it is, to compare with
 
 
-def parse_interventions(text: str, model: ConfigDict) -> list[str]:
+def parse_interventions(text: str, model: ModelSpec) -> list[str]:
     """Parses --intervene: stop:16-19,remove are stop:16-19, and remove:0-3 .. of every eighth.
 
     stop@full is every eighth of the pairs of full layers; stop:4@full+0-3@1 are two bands at once.
@@ -137,23 +127,60 @@ def parse_interventions(text: str, model: ConfigDict) -> list[str]:
     return list(dict.fromkeys(encodings))
 
 
-def changes_rotation(config: ConfigDict, encoding: str) -> bool:
-    """Returns whether an intervention changes anything: a pair that stands cannot be stopped."""
-    changed = config.copy_and_resolve_references()
-    rescale(changed, encoding)
-    changed.model.rope_scaling_factor = 2.0
-    both = zip(layer_frequencies(changed.model), layer_frequencies(config.model), strict=True)
-    return encoding.startswith("remove") or any((after != before).any() for after, before in both)
+# --- Another model at test time -------------------------------------------------------------------
 
 
-def cannot_change(model: ConfigDict, encoding: str | None) -> str:
+def for_this_machine(model: ModelSpec, dtype: str | None) -> ModelSpec:
+    """Returns the model with attention for this machine, which need not be the one that trained.
+
+    It is computed in `dtype`; None: as in training.
+    """
+    dtype = dtype or model.dtype
+    return dataclasses.replace(model, attention="auto", global_attention=None, dtype=dtype)
+
+
+def cut_window(model: ModelSpec, keys: int | None, sinks: int = 0) -> ModelSpec:
+    """Returns the model with full layers that see the last `keys` and the first `sinks` only."""
+    return dataclasses.replace(model, test_window=keys, test_sinks=sinks)
+
+
+def rescale(model: ModelSpec, encoding: str, length: int, factor: float = 1.0) -> ModelSpec:
+    """Returns the model with the scaling or intervention that --encoding or --intervene names.
+
+    The logits keep their scale, except that yarn has one of its own. Where the run was trained with
+    the same scaling, its factor stays, and is multiplied by `factor`. `length` is the original one
+    where the model names none.
+    """
+    scaling, _, band = encoding.partition(":")
+    problem = cannot_change(model, encoding)
+    if problem:
+        flag = "--intervene" if band else "--encoding"
+        raise usage_error(flag, encoding, problem, "leave it out: the run keeps its encoding")
+    own = 1.0 if model.rope_scaling_type == "none" else model.rope_scaling_factor
+    is_scaled = "rope_scaling_factor" in SCALINGS[scaling]
+    fields = {
+        "rope_scaling_type": scaling,
+        "rope_scaling_factor": own * factor if is_scaled else own,
+        "logit_scale_factor": model.logit_factor,
+    }
+    if band:
+        fields["scaled_pairs"] = tuple(band.split("+"))
+    if scaling == "yarn":
+        fields["logit_scale"] = "yarn"
+        fields["logit_scale_factor"] = (model.logit_factor or 1.0) * factor
+    if "original_seq_len" in SCALINGS[scaling] and model.original_seq_len is None:
+        fields["original_seq_len"] = length
+    return dataclasses.replace(model, **fields)
+
+
+def cannot_change(model: ModelSpec, encoding: str | None) -> str:
     """Says why a run's encoding cannot be changed to this one; empty where it can."""
     scaling = model.rope_scaling_type
     if encoding is None:
         return ""
     if not can_rescale(model.rope_type, encoding):
         return f"rope_type={model.rope_type} has no wavelength, which {encoding} needs"
-    if encoding in ENCODINGS and None not in layer_windows(model):
+    if encoding in ENCODINGS and FULL not in model.kinds:
         return "all its layers have a window, and scalings are of layers without"
     if encoding == "yarn" and model.logit_scale == "drope":
         return "the run has logit_scale=drope, and yarn has another one"
@@ -163,31 +190,13 @@ def cannot_change(model: ConfigDict, encoding: str | None) -> str:
     return ""
 
 
-def rescale(config: ConfigDict, encoding: str | None) -> None:
-    """Sets the scaling that --encoding or --intervene names, for the length of the training.
-
-    The logits keep their scale, except that yarn has one of its own. Where the run was trained with
-    the same scaling, its factor stays, and is multiplied by that of the flags.
-    """
-    if encoding is None:
-        return
-    model = config.model
-    scaling, _, band = encoding.partition(":")
-    problem = cannot_change(model, encoding)
-    if problem:
-        flag = "--intervene" if band else "--encoding"
-        raise usage_error(flag, encoding, problem, "leave it out: the run keeps its encoding")
-    if band:
-        model.scaled_pairs = tuple(band.split("+"))
-    model.logit_scale_factor = logit_factor(model)
-    if model.rope_scaling_type == "none":
-        model.rope_scaling_factor = 1.0
-    model.rope_scaling_type = scaling
-    if scaling == "yarn" and model.logit_scale == "none":
-        model.logit_scale = "yarn"
-        model.logit_scale_factor = 1.0
-    if "original_seq_len" in SCALINGS[scaling] and model.original_seq_len is None:
-        model.original_seq_len = config.data.position_range or config.data.seq_len
+def changes_rotation(spec: Spec, encoding: str) -> bool:
+    """Returns whether an intervention changes anything: a pair that stands cannot be stopped."""
+    if encoding.startswith("remove"):
+        return True
+    changed = rescale(spec.model, encoding, spec.data.seq_len, factor=2.0)
+    both = zip(changed.layers, spec.model.layers, strict=True)
+    return any((after.frequencies != before.frequencies).any() for after, before in both)
 
 
 def parse_lengths(text: str | None, trained: int) -> list[int]:
@@ -204,37 +213,30 @@ def parse_lengths(text: str | None, trained: int) -> list[int]:
     return list(dict.fromkeys(lengths))
 
 
-def configs_by_length(
-    config: ConfigDict, options: Options, encoding: str | None
-) -> dict[int, ConfigDict]:
-    """Makes the config of a run for each length, with the encoding rescaled to it."""
-    config = config.copy_and_resolve_references()
-    model = config.model
-    model.attention = "auto"  # for this machine, which need not be the one that trained
-    model.global_attention = None
-    is_scaled = model.rope_scaling_type != "none"
-    model.dtype = options.dtype or model.dtype
-    rescale(config, encoding)
-    validate(config)
-    trained = config.data.seq_len
-    original = model.original_seq_len or trained
-    if is_scaled:  # from the original length to that of training
-        original = config.data.position_range or trained
-    configs = {}
+def specs_by_length(spec: Spec, options: Options, encoding: str | None) -> dict[int, Spec]:
+    """Returns the spec of a run for each length, with the encoding rescaled to it."""
+    trained = spec.data.seq_len
+    length = spec.data.position_range or trained
+    plain = for_this_machine(spec.model, options.dtype)
+    if encoding:
+        original = rescale(plain, encoding, length).original_seq_len or trained
+        if plain.rope_scaling_type != "none":  # from the original length to that of training
+            original = length
+    specs = {}
     for T in parse_lengths(options.seq_len, trained):
-        configs[T] = config_T = config.copy_and_resolve_references()
-        if encoding and "rope_scaling_factor" in SCALINGS[model.rope_scaling_type]:
-            growth = max(T / original, 1.0)
-            if encoding == "dynamic":
-                growth = 1.0  # its formula has the length
-            factor = options.factor or growth
-            config_T.model.rope_scaling_factor *= factor
-            if encoding == "yarn":
-                config_T.model.logit_scale_factor *= factor
+        model = plain
+        if encoding:
+            # The formula of dynamic has the length.
+            growth = 1.0 if encoding == "dynamic" else max(T / original, 1.0)
+            model = rescale(plain, encoding, length, options.factor or growth)
         # As many tokens at a time as at the training's length, so that memory suffices.
-        batch_size = max(config.eval.batch_size * trained // max(T, trained), 1)
-        config_T.eval.batch_size = options.batch_size or batch_size
-    return configs
+        batch_size = max(spec.eval.batch_size * trained // max(T, trained), 1)
+        batches = dataclasses.replace(spec.eval, batch_size=options.batch_size or batch_size)
+        specs[T] = dataclasses.replace(spec, model=model, eval=batches)
+    return specs
+
+
+# --- Records --------------------------------------------------------------------------------------
 
 
 def _cache_key(run: Run, encoding: str | None, evaluation) -> dict:
@@ -246,16 +248,14 @@ def _cache_key(run: Run, encoding: str | None, evaluation) -> dict:
         "fingerprint": evaluation.selection.fingerprint,
         "windows": len(evaluation.selection.indices),
     }
-    model = evaluation.config.model
+    model = evaluation.spec.model
     if encoding:
-        key |= {
-            "encoding": encoding,
-            "factor": model.rope_scaling_factor,
-            "logit_factor": logit_factor(model),
-        }
+        key |= {"encoding": encoding, "factor": model.rope_scaling_factor}
+        key["logit_factor"] = model.logit_factor
     if model.test_window is not None:
         key |= {"window": model.test_window, "sinks": model.test_sinks}
-    ours, theirs = flat(evaluation.config), flat(run.config)
+    ours = evaluation.spec.flat()
+    theirs = run.spec.flat()
     changed = {name: ours[name] for name in _CHANGED_BY_FLAGS if ours[name] != theirs[name]}
     if changed:
         key["changed"] = changed
@@ -284,13 +284,13 @@ def records(
         files = dict.fromkeys((run.workdir / file, folder / file))  # often the same one
         params = None  # read when the first record is not there yet
         for encoding, evaluation in cases:
-            model = evaluation.config.model
+            model = evaluation.spec.model
             cache_key = _cache_key(run, encoding, evaluation)
             record = cache_key | {
                 "split": evaluation.split,
                 "dtype": model.dtype,
                 "rope_percentage": model.rope_percentage,
-                "rotated_pairs": rotated_pairs(model),
+                "rotated_pairs": model.rotated_pairs,
             }
             run_identity = {"init_hash": run.init_hash, "workdir": str(run.workdir)}
             where = f"{evaluation.seq_len} tokens a window of {evaluation.dataset}"
@@ -305,11 +305,12 @@ def records(
                 log.info("%s is in %s", description, file)
                 yield record | cached | run_identity
                 continue
-            log.info("evaluating %s, in %s; %s", description, model.dtype, describe(model))
+            rotation = model.describe_rotation()
+            log.info("evaluating %s, in %s; %s", description, model.dtype, rotation)
             if params is None:
                 check_folder(folder, options.output)
                 # Without --step, those of the newest undamaged checkpoint.
-                run, params = run.first_undamaged(Run.params)
+                run, params = run.restore_newest_valid(Run.params)
                 record["step"] = run.step
                 advise_dtype(model.dtype)
             result = evaluation.evaluate(params, sharding.make_mesh(), sums_folder(folder, record))

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from ml_collections import ConfigDict, FrozenConfigDict
 
 from prope import model
 from prope.data.tasks.draws import Prompt
@@ -21,6 +20,8 @@ from prope.data.tokenizer import Tokenizer
 from prope.errors import usage_error
 from prope.inference.generation import fill_cache, split_layers
 from prope.inference.losses import run_batches
+from prope.spec.model import ModelSpec
+from prope.spec.run import Spec
 
 _FOILS = 7
 _REMEDY = "take another --form, or other tasks"
@@ -33,10 +34,10 @@ class Trial(NamedTuple):
     candidates: np.ndarray  # int32 [C, A], the right answer first
     kinds: list[str]  # kind of each foil, [C - 1]
     distance: int  # tokens from the answer back to the evidence
-    guesses: dict[str, float]  # by rule, the chance that `guess` is right
+    guesses: dict[str, float]  # by rule, the chance that it is right: `chances_without_retrieval`
 
 
-def guess(text: str, candidates: list[str]) -> dict[str, float]:
+def chances_without_retrieval(text: str, candidates: list[str]) -> dict[str, float]:
     """Computes the chances that guesses are right which do not match the question with a fact.
 
     chance   any candidate
@@ -61,7 +62,7 @@ def guess(text: str, candidates: list[str]) -> dict[str, float]:
     }
 
 
-def best_guess(trials: list[Trial]) -> dict:
+def no_retrieval_baseline(trials: list[Trial]) -> dict:
     """Finds the rule that is right most often; returns `guess`, its share, and `guess_rule`."""
     shares = {
         rule: float(np.mean([trial.guesses[rule] for trial in trials]))
@@ -107,25 +108,26 @@ def encode(tokenizer: Tokenizer, task: str, prompt: Prompt) -> Trial:
     tokens = np.append(np.int32(tokenizer.special.start), tokens)
     candidates = np.stack([right, *foils.values()])
     kinds = [kind_of[text] for text in foils]
-    return Trial(tokens, candidates, kinds, distance, guess(prompt.text, [prompt.answer, *foils]))
+    guesses = chances_without_retrieval(prompt.text, [prompt.answer, *foils])
+    return Trial(tokens, candidates, kinds, distance, guesses)
 
 
 @functools.cache
-def _make_score(config: FrozenConfigDict, num_ids: int, mesh: Mesh):
+def _make_score(spec: ModelSpec, num_ids: int, mesh: Mesh):
     """Makes the function that scores a batch: arrays [B, C] and [B], as `score_trials`."""
 
     def score(params, tokens, lengths, candidates, answer_lengths):
-        layers = split_layers(config, params)
+        layers = split_layers(spec, params)
         # The hidden state of a prompt's last token predicts the first of every answer.
         more = candidates.shape[2] - 1  # all tokens of an answer but its last
-        last, cache = fill_cache(config, layers, tokens, lengths, more, at_once=more)
+        last, cache = fill_cache(spec, layers, tokens, lengths, more, at_once=more)
 
         def score_candidate(answer):  # [B, A]
             hidden = last
             if answer.shape[1] > 1:
-                rest, _ = model.decode(config, layers, answer[:, :-1], cache, lengths)
+                rest, _ = model.decode(spec, layers, answer[:, :-1], cache, lengths)
                 hidden = jnp.concatenate([last, rest], axis=1)
-            logits = model.logits(config, params, hidden)
+            logits = model.logits(spec, params, hidden)
             is_padding = jnp.arange(answer.shape[1])[None] >= answer_lengths[:, None]
             logprobs = jax.nn.log_softmax(logits)
             logprobs = jnp.take_along_axis(logprobs, answer[..., None], axis=-1)
@@ -142,7 +144,7 @@ def _make_score(config: FrozenConfigDict, num_ids: int, mesh: Mesh):
 
 
 def score_trials(
-    config: ConfigDict, params: model.Params, T: int, trials: list[Trial], mesh: Mesh, num_ids: int
+    spec: Spec, params: model.Params, T: int, trials: list[Trial], mesh: Mesh, num_ids: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Scores trials, padded to T tokens: log-probabilities [R, C], and which are exact, [R].
 
@@ -151,7 +153,7 @@ def score_trials(
     R = len(trials)
     C = len(trials[0].candidates)
     A = max(trial.candidates.shape[1] for trial in trials)
-    score = _make_score(FrozenConfigDict(config.model), num_ids, mesh)
+    score = _make_score(spec.model, num_ids, mesh)
 
     def read(rows):
         batch = {
@@ -172,7 +174,7 @@ def score_trials(
     def step(batch):
         return score(params, **batch)
 
-    batches = list(run_batches(step, config, mesh, R, read))
+    batches = list(run_batches(step, spec, mesh, R, read))
     logprobs = [scores["logprobs"] for scores in batches]
     exact = [scores["exact"] for scores in batches]
     return np.concatenate(logprobs), np.concatenate(exact)

@@ -1,5 +1,6 @@
 """What the analysis reads, and what it refuses."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -9,11 +10,11 @@ from support.runs import make_run
 from support.text import data_config, is_validation, read_tokens
 
 from prope.analysis import analysis, choices, sequences
-from prope.config import default_config
 from prope.data import windows
 from prope.data.mixture import open_windows
 from prope.data.tokenizer import GEMMA_IDS, ByteTokenizer
 from prope.errors import UsageError
+from prope.spec.run import Spec
 from prope.workdir.run import open_run, write_config
 
 
@@ -30,15 +31,15 @@ def test_sequences_are_how_documents_begin(tmp_path, monkeypatch, stretch):
     monkeypatch.setattr(windows, "_SCAN_TOKENS", stretch)
     texts = [chr(97 + i % 26) * (10 if i % 3 else 200 + i) for i in range(90)]
     folder = write_documents(tmp_path / "text", texts)
-    config = data_config(tmp_path, "files", folder, seq_len=64, validation_fraction=0.5)
-    starts = open_windows(config, 260, "validation").document_starts(5)
+    data = data_config(tmp_path, "files", folder, seq_len=64, validation_fraction=0.5)
+    starts = open_windows(data, 260, "validation").document_starts(5)
     assert len({bytes(start) for start in starts}) == len(starts) == 5
     for start in starts:
         assert len(start) == 64
         assert start[0] == GEMMA_IDS.bos
         assert len(set(start[1:].tolist())) == 1
-    config.seq_len = 1000  # longer than any: the longest
-    opened = open_windows(config, 260, "validation")
+    longer = dataclasses.replace(data, seq_len=1000)  # than any: the longest
+    opened = open_windows(longer, 260, "validation")
     (longest,) = opened.document_starts(1)
     stream = read_tokens(opened.store, "validation")
     lengths = np.diff(np.flatnonzero(stream == GEMMA_IDS.bos), append=len(stream))
@@ -53,7 +54,8 @@ def test_a_run_is_analysed_on_what_it_was_not_trained_on(tmp_path, imported):
     make_run(tmp_path / "run")
     run = open_run(tmp_path / "run")
     fields = {"seq_len": 64, "validation_fraction": 0.2}
-    run.config.data = data_config(tmp_path, "files", folder, **fields)
+    data = data_config(tmp_path, "files", folder, **fields)
+    run.spec = dataclasses.replace(run.spec, data=data)
     run.checkpoint.data = {"imported_from": "gemma"} if imported else {}
     options = analysis_options(seq_len=8, sequences=100)
     tokens, _, text = sequences.read_sequences(run, options)
@@ -168,7 +170,7 @@ def test_another_dataset_is_read_whole_from_three_tokens_on(
     caplog.set_level("INFO", "prope")
     folder = write_documents(tmp_path / "text", "xy")
     run = open_run(run_and_export / "run")
-    before = run.config.to_json()
+    before = run.spec
 
     def read(**flags):
         flags |= {"dataset": "files", "data_dir": str(folder)}
@@ -183,7 +185,7 @@ def test_another_dataset_is_read_whole_from_three_tokens_on(
     assert "found 2 documents of 3 tokens in split all" in caplog.text
     with pytest.raises(UsageError, match="^config.data.dataset=files: "):
         read(seq_len=2)
-    assert run.config.to_json() == before
+    assert run.spec == before
 
 
 def test_windows_and_tokens_reach_to_both_ends():
@@ -226,7 +228,7 @@ COMMANDS = [  # flags, and what the line begins with
 
 @pytest.mark.parametrize(("flags", "begins"), COMMANDS)
 def test_a_command_is_refused(tmp_path, run_command, flags, begins):
-    write_config(tmp_path, default_config())
+    write_config(tmp_path, Spec())
     done = run_command("prope.analyze", *(flag.replace("RUN", str(tmp_path)) for flag in flags))
     assert done.error.startswith("error: " + begins.replace("RUN", str(tmp_path)))
     assert done.code == 2

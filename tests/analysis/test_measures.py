@@ -34,12 +34,12 @@ SCORING = measures.Scoring(KNOWN_HEAD_DIM**-0.5)
 
 @pytest.mark.slow
 def test_capture_costs_nothing_where_it_is_off(monkeypatch):
-    config = small()
-    params, tokens, positions = draw_model(config)
+    spec = small()
+    params, tokens, positions = draw_model(spec)
 
     def compiled():
         def loss(params):
-            return model.hidden_states(config, params, tokens, positions).sum()
+            return model.hidden_states(spec, params, tokens, positions).sum()
 
         lowered = jax.jit(jax.value_and_grad(loss)).lower(params)
         return lowered.as_text(), lowered.compile().cost_analysis()["flops"]
@@ -54,9 +54,9 @@ def test_capture_costs_nothing_where_it_is_off(monkeypatch):
     ("p", "kv_heads", "block"), [(0.75, 1, 5), pytest.param(0, 2, 128, marks=pytest.mark.slow)]
 )
 def test_measures_are_those_of_the_formula(monkeypatch, p, kv_heads, block):
-    config = small(num_kv_heads=kv_heads, head_dim=KNOWN_HEAD_DIM, rope_percentage=float(p))
-    params, tokens, positions = draw_model(config)
-    *_, (_, captured) = run_layers(config, params, tokens, positions)
+    spec = small(num_kv_heads=kv_heads, head_dim=KNOWN_HEAD_DIM, rope_percentage=float(p))
+    params, tokens, positions = draw_model(spec)
+    *_, (_, captured) = run_layers(spec, params, tokens, positions)
     monkeypatch.setattr(measures, "BLOCK", block)
     measures.measure.clear_cache()
     after = np.random.default_rng(0).random(tokens.shape) < 0.4
@@ -146,7 +146,8 @@ def test_channels_are_slow_or_unrotated_and_the_strongest(rotates):
     query[:, :6] += 2  # the fast ones would be chosen, if they could
     freqs = np.where(np.isin(np.arange(16), rotates), oracles.frequencies(KNOWN_HEAD_DIM), 0)
     scoring = measures.Scoring(SCORING.scale, sliding_window=5)
-    found = channels.strongest_channels(5, freqs, measures_of(query, key), scoring, 100, 3)
+    layer = types.SimpleNamespace(number=5, frequencies=freqs)
+    found = channels.strongest_channels(layer, measures_of(query, key), scoring, 100, 3)
     strength = query * np.repeat(key, 2, axis=0) * SCORING.scale
     strengths = {}
     for (head, pair), value in np.ndenumerate(strength):
@@ -159,14 +160,19 @@ def test_channels_are_slow_or_unrotated_and_the_strongest(rotates):
         assert channel["largest_rotation"] == pytest.approx(4 * freqs[place[1]])
 
 
-def test_dynamic_scaling_goes_by_the_length_that_is_read(tmp_path):
-    fields = {"rope_scaling_type": "dynamic", "rope_scaling_factor": 1.0, "original_seq_len": 8}
-    config, params = make_run(tmp_path / "run", 1.0, num_layers=1, **fields)
+DYNAMIC = {"rope_scaling_type": "dynamic", "original_seq_len": 8}
+YARN = {"logit_scale": "yarn", "logit_scale_factor": 8.0}  # of the layer that rotates
+
+
+@pytest.mark.parametrize(("p", "fields"), [((1.0,), DYNAMIC), ((1.0, 0.0), YARN)])
+def test_a_layer_runs_as_in_the_model(tmp_path, p, fields):
+    """With the scaling for the length that is read, and a logit scale of its own."""
+    spec, params = make_run(tmp_path / "run", p, num_layers=len(p), **fields)
     run = make_walk(tmp_path / "run")
     tokens = jnp.asarray(run.tokens)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden = model.hidden_states(config.model, params, tokens, positions)
-    logits = oracles.float64(model.logits(config.model, params, hidden))
+    hidden = model.hidden_states(spec.model, params, tokens, positions)
+    logits = oracles.float64(model.logits(spec.model, params, hidden))
     expected = oracles.mean_losses(logits, run.tokens)
     np.testing.assert_allclose(run.losses(run.enter(), 0), expected, atol=2e-5)
 
@@ -204,9 +210,9 @@ SHOWN = ("4.2", "5.3")
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    """The analysis, the config, the parameters, the tokens, and what every layer attends with."""
+    """The analysis, the model, the parameters, the tokens, and what every layer attends with."""
     run = tmp_path_factory.mktemp("kinds") / "run"
-    config, params = make_run(run, 0.25, **FIELDS)
+    spec, params = make_run(run, 0.25, **FIELDS)
     tokens = np.random.default_rng(0).integers(3, 12, (B, T)).astype(np.int32)
     names = [[f"t{token}" for token in row] for row in tokens]
     options = analysis_options(
@@ -232,16 +238,16 @@ def case(tmp_path_factory):
         )
         patch.setattr(walk, "_TOKENS", 2 * T)  # of two batches, of which the second is filled up
         found = analysis.analyse(run, options)
-    losses = loss_of(config.model, params, tokens, capture)
+    losses = loss_of(spec.model, params, tokens, capture)
     assert found["loss"]["loss"] == pytest.approx(losses.mean(), rel=1e-5)
-    return found, config.model, params, tokens, layers
+    return found, spec.model, params, tokens, layers
 
 
-def loss_of(config, params, tokens, rotate_fn):
+def loss_of(spec, params, tokens, rotate_fn):
     """The mean loss of every sequence, in float64."""
     positions = np.tile(np.arange(T), (B, 1))
     logits = oracles.decoder(
-        config, params, tokens, positions, freqs=FREQUENCIES, rotate_fn=rotate_fn
+        spec, params, tokens, positions, freqs=FREQUENCIES, rotate_fn=rotate_fn
     )
     return oracles.mean_losses(logits, tokens)
 
@@ -378,14 +384,14 @@ def changed(change, channel):
 
 
 def test_losses_without_a_channel_are_those_of_the_changed_formula(case):
-    found, config, params, tokens, _ = case
+    found, spec, params, tokens, _ = case
     changes = []
     for channel in found["channels"]:
         for change in ("stopped", "removed"):
             if channel[change] is None:
                 continue
             changes.append(change)
-            expected = loss_of(config, params, tokens, changed(change, channel)).mean()
+            expected = loss_of(spec, params, tokens, changed(change, channel)).mean()
             assert channel[change]["loss"] == pytest.approx(expected, rel=1e-5)
             difference = expected - found["loss"]["loss"]
             assert channel[change]["difference"] == pytest.approx(difference, abs=3e-5)

@@ -31,7 +31,6 @@ from support.heads import (
 from support.sweeps import Page, draw_picture, map_values
 
 from prope.analysis import analysis, census, channels, maps, page
-from prope.config import default_config
 from prope.data.tokenizer import GEMMA_IDS
 
 L, N, K, T, D, H = 2, 6, 3, 64, 64, 32
@@ -156,20 +155,18 @@ def plant(workdir, seed: int) -> types.SimpleNamespace:
 
 
 def save(workdir, rows, text, query, key, value) -> None:
-    config = default_config()
     sizes = {
-        "num_layers": L,
-        "embed_dim": D,
-        "num_heads": N,
-        "num_kv_heads": K,
-        "head_dim": H,
-        "hidden_dim": 8,
-        "vocab_size": 260,
-        "rope_percentage": 0.75,
+        "model.num_layers": L,
+        "model.embed_dim": D,
+        "model.num_heads": N,
+        "model.num_kv_heads": K,
+        "model.head_dim": H,
+        "model.hidden_dim": 8,
+        "model.vocab_size": 260,
+        "model.rope_percentage": 0.75,
+        "data.seq_len": T,
     }
-    config.model.update(sizes)
-    config.data.seq_len = T
-    write_decoder(workdir, config, rows, query, key, value)
+    write_decoder(workdir, sizes, rows, query, key, value)
     (workdir / "text.txt").write_text(text)
 
 

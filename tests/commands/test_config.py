@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from prope.runtime.validate import validate
+from prope.stack import parameters
 from support.commands import ROOT
 from support.models import ALL_SWITCHES
 
@@ -30,9 +32,7 @@ from prope.encodings import FIELDS, LOGIT_SCALES, SCALINGS, TYPES, layer_frequen
 from prope.hf.families import FAMILIES
 from prope.optimizer import make_optimizer
 from prope.runtime.interrupts import Request
-from prope.runtime.validate import validate
 from prope.runtime.xla_flags import PLATFORMS
-from prope.stack import parameters
 from prope.step import init_state, resolve_attention
 
 FILES = sorted(set((ROOT / "configs").glob("*.py")) - {ROOT / "configs/families.py"})

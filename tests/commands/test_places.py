@@ -15,6 +15,7 @@ import tensorstore as ts
 from absl import flags
 from etils import epath
 from ml_collections import config_flags
+from prope.runtime.validate import validate
 from support.commands import CONFIG, ROOT
 from support.models import same
 from support.runs import make_run
@@ -37,7 +38,6 @@ from prope.runtime.files import (
     read_json,
     write_atomic,
 )
-from prope.runtime.validate import validate
 from prope.workdir.reader import CheckpointReader
 
 ODD = "a[b]*c?#%20 {d}'~ü$x;&::e"  # the name of a folder, every character of which is one

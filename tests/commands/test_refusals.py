@@ -19,6 +19,7 @@ import tensorstore as ts
 from absl import flags
 from etils import epath
 from ml_collections import config_flags
+from prope.runtime.validate import validate, validate_devices
 from support.commands import CONFIG, ROOT, refusal
 from support.launchers import launch, refused
 from support.runs import make_run
@@ -27,7 +28,6 @@ from prope import command
 from prope.config import default_config, flat, from_dict, set_layer_percentages
 from prope.errors import to_user_error
 from prope.runtime.files import append_jsonl, as_path, local_cache, read_bytes, read_json, read_text
-from prope.runtime.validate import validate, validate_devices
 from prope.step import resolve_attention
 from prope.workdir.records import read_jsonl
 from prope.workdir.run import open_run, read_config, write_config

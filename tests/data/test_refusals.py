@@ -7,6 +7,7 @@ import platform
 import sysconfig
 
 import pytest
+from prope.runtime.validate import validate
 from support.text import WIKIPEDIA as NAME
 from support.text import articles, data_config, refusal, texts_of, write_text, write_tfds
 
@@ -15,7 +16,6 @@ from prope.data.sources import files
 from prope.data.sources.find import find_source
 from prope.data.store.build import open_store
 from prope.data.windows import Windows
-from prope.runtime.validate import validate
 
 
 def refused(config, *mentions, vocab_size=260):

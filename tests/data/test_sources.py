@@ -14,6 +14,7 @@ import sysconfig
 import numpy as np
 import pytest
 from etils import epath
+from prope.runtime.validate import validate
 from support.text import WIKIPEDIA as NAME
 from support.text import (
     articles,
@@ -37,7 +38,6 @@ from prope.data.store.build import open_store, prepare
 from prope.data.tokenizer import GEMMA_IDS
 from prope.data.windows import train_batch
 from prope.runtime.files import hash_file
-from prope.runtime.validate import validate
 
 assert_equal = np.testing.assert_array_equal
 BOS = GEMMA_IDS.bos

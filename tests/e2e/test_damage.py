@@ -27,7 +27,7 @@ from prope import sharding
 from prope.analysis import analysis
 from prope.errors import RunFailed, StorageFailed, UsageError
 from prope.hf import exporter, importer
-from prope.inference import evaluation, generation
+from prope.inference import generation, losses
 from prope.optimizer import make_optimizer
 from prope.runtime import files
 from prope.step import init_state
@@ -474,8 +474,8 @@ def test_imported_parameters_are_verified(run_and_export, tmp_path):
 
 def evaluate(workdir, output, step):
     step = step and str(step)
-    options = evaluation.LossOptions(str(workdir), step, max_windows=2, again=True)
-    return next(evaluation.evaluations(options))["loss"]
+    options = losses.LossOptions(str(workdir), step, max_windows=2, again=True)
+    return next(losses.evaluations(options))["loss"]
 
 
 def sample(workdir, output, step):

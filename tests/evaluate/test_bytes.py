@@ -149,10 +149,9 @@ def test_bits_of_some_windows_are_over_their_own_bytes(case, flags):
 
 def test_training_evaluates_a_part_of_its_text_alike(case):
     run, tokenizer, held_out, trained = case
-    config = read_config(run)
-    config.eval.max_windows = 3
-    windows = open_windows(config.data, config.model.vocab_size, "validation")
-    evaluation = LossEvaluation(config, windows)
+    spec = read_config(run).replace({"eval.max_windows": 3})
+    windows = open_windows(spec.data, spec.model.vocab_size, "validation")
+    evaluation = LossEvaluation(spec, windows)
     record = evaluation.evaluate(open_run(run).params(), sharding.make_mesh())
     chosen = [held_out[i * len(held_out) // 3] for i in range(3)]
     bits, unigram = expected(record, tokenizer, chosen, trained)

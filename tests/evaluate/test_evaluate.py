@@ -1,5 +1,6 @@
 """Evaluation against sums made token by token, and its errors against simulation and jackknife."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -34,9 +35,9 @@ class Tokens(NamedTuple):
 
 
 def open_windows(workdir, T):
-    config = read_config(workdir)
-    config.data.seq_len = T
-    return Windows(config.data, config.model.vocab_size, "validation")
+    spec = read_config(workdir)
+    data = dataclasses.replace(spec.data, seq_len=T)
+    return Windows(data, spec.model.vocab_size, "validation")
 
 
 def token_by_token(workdir, T, chosen=None, step=None, bos=False) -> Tokens:
@@ -45,7 +46,7 @@ def token_by_token(workdir, T, chosen=None, step=None, bos=False) -> Tokens:
     With `bos`, that is the first token of every window.
     """
     run = open_run(workdir, step)
-    is_masked = run.config.data.mask_documents
+    is_masked = run.spec.data.mask_documents
     params = run.params()
     windows = open_windows(workdir, T)
     stream = windows.store.tokens("validation").read().result().astype(np.int32)
@@ -61,7 +62,7 @@ def token_by_token(workdir, T, chosen=None, step=None, bos=False) -> Tokens:
         places = np.arange(inputs.shape[1])[None]
         positions = places - np.maximum.accumulate(places * begins, axis=1)
         segments = np.cumsum(begins, axis=1) if is_masked else None
-        (logits,) = forward(run.config.model, params, jnp.asarray(inputs), positions, segments)
+        (logits,) = forward(run.spec.model, params, jnp.asarray(inputs), positions, segments)
         logits = np.asarray(logits, np.float64)
         for place, target in enumerate(tokens[1:]):
             if target != BOS:

@@ -1,5 +1,6 @@
 """Which text an evaluation reads: splits, foreign text, equal tokens at every length, mixtures."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -11,7 +12,6 @@ import pytest
 from support.runs import evaluate_run, make_run, save_checkpoints
 from support.text import is_validation, refusal, write_lines
 
-from prope.config import default_config
 from prope.data.mixture import open_text, open_windows
 from prope.data.store.arrays import Store
 from prope.data.tasks import windows as generated_windows
@@ -20,6 +20,7 @@ from prope.inference.losses import select
 from prope.inference.options import last_line
 from prope.inference.paired import paired_difference
 from prope.runtime import memory
+from prope.spec.run import Spec
 from prope.workdir.checkpoints import Checkpoints, save_imported
 from prope.workdir.run import open_run, read_config, write_config
 
@@ -51,14 +52,14 @@ def base(tmp_path_factory):
 def save(workdir, base, **data) -> None:
     """Makes a run on this data, with the fingerprint that training saves."""
     _, params = make_run(workdir, 1.0)
-    config = read_config(workdir)
-    config.data.update({"cache_dir": str(base / "cache"), "seq_len": T})
-    config.data.update({"validation_fraction": 0.3} | data)
+    fields = {"cache_dir": str(base / "cache"), "seq_len": T, "validation_fraction": 0.3} | data
+    fields = {f"data.{name}": value for name, value in fields.items()}
+    spec = read_config(workdir).replace(fields)
     shutil.rmtree(workdir / "checkpoints")
-    write_config(workdir, config)
-    windows = open_windows(config.data, 300, "validation")
+    write_config(workdir, spec)
+    windows = open_windows(spec.data, 300, "validation")
     state = {"fingerprint": windows.store.fingerprint}
-    identity = {"config": config.to_dict(), "init_hash": ""}
+    identity = {"config": spec.to_dict(), "init_hash": ""}
     with Checkpoints(workdir) as checkpoints:
         opt_state = {"count": np.zeros(())}
         checkpoints.save(7, params, opt_state, identity, state)
@@ -202,14 +203,12 @@ ACTIVATIONS = [
 
 @pytest.mark.parametrize(("fields", "needed"), ACTIVATIONS)
 def test_what_the_layers_keep_must_fit(monkeypatch, fields, needed):
-    config = default_config()
-    config.data.seq_len = 10**6
-    config.update_from_flattened_dict(fields)
+    spec = Spec().replace({"data.seq_len": 10**6} | fields)
     share = needed // jax.device_count()
     monkeypatch.setattr(memory, "device_bytes", lambda device: share)
-    memory.check_activations(config, "less")
+    memory.check_activations(spec, "less")
     monkeypatch.setattr(memory, "device_bytes", lambda device: share - 1)
-    assert "out of memory: " in refusal(memory.check_activations, config, "less")
+    assert "out of memory: " in refusal(memory.check_activations, spec, "less")
 
 
 # --- Mixtures ---------------------------------------------------------------------------------
@@ -279,14 +278,13 @@ def test_a_source_is_the_same_however_its_place_is_written(base, monkeypatch, ca
     """Alone, where a text that has changed since training is told, and in a mixture."""
     monkeypatch.chdir(base)
     monkeypatch.setenv("HOME", str(base))
-    run_data = read_config(base / "run").data
-    run_data.data_dir = place
     named = read_config(base / "run").data
+    run_data = dataclasses.replace(named, data_dir=place)
     text = open_text(named, 300, None, run_data, {"fingerprint": f"not of {place}"})
     assert text.split == "validation"
     assert "changed since training" in caplog.text
     source = {"weight": 1, "dataset": "files", "data_dir": place}
-    run_data.update({"dataset": "mixture", "data_dir": "", "mixture": (source,)})
+    run_data = dataclasses.replace(named, dataset="mixture", data_dir="", mixture=(source,))
     assert open_text(named, 300, None, run_data, {}).split == "validation"
 
 
@@ -368,9 +366,9 @@ def test_flags_that_a_mixture_would_ignore_are_refused(generated, name, value):
 
 def test_an_imported_run_is_asked_for_its_dataset(tmp_path, base):
     run = tmp_path / "run"
-    config, params = make_run(run, 1.0)
+    spec, params = make_run(run, 1.0)
     shutil.rmtree(run / "checkpoints")
-    identity = {"config": config.to_dict(), "init_hash": ""}
+    identity = {"config": spec.to_dict(), "init_hash": ""}
     params = jax.tree.map(np.asarray, params)
     save_imported(run, params, identity, {"imported_from": "gemma"})
     assert f"--workdir={run}: " in refusal(evaluate_run, run)

@@ -19,14 +19,15 @@ from support.runs import edit_run, evaluate_run, make_run
 from support.sweeps import draw_picture
 from support.text import read_lines
 
-from prope.config import default_config
-from prope.encodings import INTERVENTIONS, LOGIT_SCALES, SCALINGS, layer_frequencies, logit_scale
+from prope.encodings import INTERVENTIONS, LOGIT_SCALES, SCALINGS
 from prope.errors import UsageError
 from prope.inference.asking import AskOptions, answers
-from prope.inference.opening import configs_by_length, parse_interventions, rescale
+from prope.inference.opening import parse_interventions, rescale, specs_by_length
 from prope.inference.options import ENCODINGS, Options
 from prope.inference.paired import paired_difference
-from prope.runtime.validate import validate
+from prope.spec.data import DataSpec
+from prope.spec.model import ModelSpec
+from prope.spec.run import Spec
 from prope.sweep import interventions
 from prope.sweep.runs import Run
 
@@ -45,15 +46,10 @@ BANDS = "1-6@full+0-2@sliding+5@1-2"
 BY_LAYER = [{0, 1, 2}, {0, 1, 2, 5}, {1, 2, 3, 4, 5, 6}, {0, 1, 2}, {0, 1, 2}, {*range(1, 7)}]
 
 
-def changed(fields, encoding, **others):
-    """config.model of a small model with an intervention, as the flags set it."""
-    config = default_config()
-    config.model = small(**fields, **others)
-    rescale(config, *parse_interventions(encoding, config.model))
-    if encoding.startswith("interpolate"):
-        config.model.rope_scaling_factor = 4.0
-    validate(config)
-    return config.model
+def rotation(model, T=None) -> list[np.ndarray]:
+    """The frequencies of every layer for T tokens, and their logit scales."""
+    layers = model.layers_at(T)
+    return [*(layer.frequencies for layer in layers), [layer.logit_scale for layer in layers]]
 
 
 def bands_by_layer(freqs) -> list[np.ndarray]:
@@ -67,15 +63,16 @@ def bands_by_layer(freqs) -> list[np.ndarray]:
 )
 def test_pairs_change_in_the_layers_that_are_named(kind, scan_layers):
     """Heads of two widths and two wavelengths; layers of a kind are scanned, and yet differ."""
-    config = changed(DENSE4, f"{kind}:{BANDS}", scan_layers=scan_layers)
     plain = small(**DENSE4)
+    (encoding,) = parse_interventions(f"{kind}:{BANDS}", plain)
+    spec = rescale(small(**DENSE4, scan_layers=scan_layers), encoding, 256, factor=4.0)
     params, *inputs = draw_model(plain, T=24)
     freqs = oracles.layer_frequencies(plain)
     bands = bands_by_layer(freqs)
     divisor = {"stop": np.inf, "interpolate": 4.0, "remove": 1.0}[kind]
     freqs = [np.where(band, f / divisor, f) for band, f in zip(bands, freqs, strict=True)]
     np.testing.assert_allclose(
-        np.concatenate(layer_frequencies(config)), np.concatenate(freqs), rtol=1e-14
+        np.concatenate(rotation(spec)[:-1]), np.concatenate(freqs), rtol=1e-14
     )
     layers_in_turn = iter(bands)
 
@@ -85,37 +82,37 @@ def test_pairs_change_in_the_layers_that_are_named(kind, scan_layers):
         return np.where(lanes & (kind == "remove"), 0, query), *others
 
     expected = oracles.decoder(plain, params, *inputs, freqs=freqs, rotate_fn=rotate)
-    actual, movement = measure_rounding(lambda params: forward(config, params, *inputs), params)
+    actual, movement = measure_rounding(lambda params: forward(spec, params, *inputs), params)
     assert_equal_but_rounding(actual, expected, movement)
     assert abs(forward(plain, params, *inputs) - expected).max() > 1e-3
 
 
 def test_bands_and_layers_are_parsed():
-    config = small(**DENSE4)
+    spec = small(**DENSE4)
     eighths = [f"stop:{first}-{first + 1}@full" for first in range(0, 16, 2)]
-    assert parse_interventions("stop@full", config) == eighths
+    assert parse_interventions("stop@full", spec) == eighths
     single = [f"remove:{pair}-{pair}@sliding" for pair in range(8)]
-    assert parse_interventions("remove@sliding", config) == single
+    assert parse_interventions("remove@sliding", spec) == single
     text = "stop:9-15@full, interpolate:3@05,stop:0-3@0-5,remove:1@1-2+0@full,stop:9-15@full"
     encodings = ["stop:9-15@full", "interpolate:3-3@05", "stop:0-3", "remove:1-1@1-2+0-0@full"]
-    assert parse_interventions(text, config) == encodings
+    assert parse_interventions(text, spec) == encodings
     assert parse_interventions("stop:3@full", small()) == ["stop:3-3"], "all layers are full"
 
 
 def test_an_analysis_walks_through_layers_without_their_removed_pairs(tmp_path):
     run = tmp_path / "run"
     remove = {"rope_scaling_type": "remove", "scaled_pairs": ("0-20@1",)}
-    config, params = make_run(run, 1.0, **remove)
+    spec, params = make_run(run, 1.0, **remove)
     walk = make_walk(run)
     losses = walk.losses(walk.enter(), 0)
     positions = jnp.broadcast_to(jnp.arange(walk.tokens.shape[1]), walk.tokens.shape)
 
     def plain_losses(params):
-        logits = forward(config.model, params, jnp.asarray(walk.tokens), positions)
+        logits = forward(spec.model, params, jnp.asarray(walk.tokens), positions)
         return oracles.mean_losses(logits, walk.tokens)
 
     assert_equal_but_rounding(losses, *measure_rounding(plain_losses, params))
-    config.model.update({"rope_scaling_type": "none", "scaled_pairs": ()})
+    spec = spec.replace({"model.rope_scaling_type": "none", "model.scaled_pairs": ()})
     assert abs(losses - plain_losses(params)).max() > 1e-4
 
 
@@ -181,22 +178,24 @@ BAND = (3, 5)
 
 
 def encoded(scaling: str, logits: str, factor: float, logit_factor: float):
-    """A config with this scaling and this scale of logits, by separate factors."""
-    config = default_config()
-    config.data.seq_len = 512
-    model = config.model
-    model.update({"rope_percentage": 0.75, "rope_scaling_type": scaling, "logit_scale": logits})
+    """A spec with this scaling and this scale of logits, by separate factors."""
+    fields = {"rope_percentage": 0.75, "rope_scaling_type": scaling, "logit_scale": logits}
     if scaling in INTERVENTIONS:
-        model.scaled_pairs = BAND
+        fields["scaled_pairs"] = BAND
     if "rope_scaling_factor" in SCALINGS[scaling]:
-        model.rope_scaling_factor = factor
+        fields["rope_scaling_factor"] = factor
     if "original_seq_len" in SCALINGS[scaling]:
-        model.original_seq_len = 512
+        fields["original_seq_len"] = 512
     if logits != "none":
-        model.logit_scale_factor = logit_factor
+        fields["logit_scale_factor"] = logit_factor
     if logits == "drope":
-        model.logit_scale_coefficient = 0.4
-    return config
+        fields["logit_scale_coefficient"] = 0.4
+    return Spec(model=ModelSpec(**fields), data=DataSpec(seq_len=512))
+
+
+def assert_same_rotation(ours, theirs, T):
+    for actual, expected in zip(rotation(ours, T), rotation(theirs, T), strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("logits", LOGIT_SCALES)
@@ -208,13 +207,13 @@ def test_an_encoding_is_put_on_a_runs_own_or_refused(own, change, logits):
     if change in INTERVENTIONS:
         encoding = f"{change}:{BAND[0]}-{BAND[1]}"
     options = Options("", seq_len="1x,4x", encoding=encoding)
-    config = encoded(own, logits, 2.0, 3.0)
+    spec = encoded(own, logits, 2.0, 3.0)
     goes_on = own == change and own not in INTERVENTIONS
     if not (own == "none" or goes_on) or (change == "yarn" and logits == "drope"):
         with pytest.raises(UsageError, match="the run has (rope_scaling_type|logit_scale)="):
-            configs_by_length(config, options, encoding)
+            specs_by_length(spec, options, encoding)
         return
-    configs = configs_by_length(config, options, encoding)
+    specs = specs_by_length(spec, options, encoding)
     for T, growth in ((512, 1.0), (2048, 4.0)):
         factor = growth if own == "none" else 2.0 * growth
         if change == "dynamic":
@@ -225,22 +224,18 @@ def test_an_encoding_is_put_on_a_runs_own_or_refused(own, change, logits):
             by_change = "yarn"
             logit_factor = growth if logits == "none" else 3.0 * growth
         expected = encoded(change, by_change, factor, logit_factor).model
-        actual = configs[T].model
-        np.testing.assert_array_equal(layer_frequencies(actual, T), layer_frequencies(expected, T))
-        np.testing.assert_array_equal(logit_scale(actual), logit_scale(expected))
+        actual = specs[T].model
+        assert_same_rotation(actual, expected, T)
         if goes_on and T == 512 and by_change == logits:
-            freqs = layer_frequencies(config.model, T)
-            np.testing.assert_array_equal(layer_frequencies(actual, T), freqs)
-            assert logit_scale(actual) == logit_scale(config.model)
+            assert_same_rotation(actual, spec.model, T)
 
 
 def test_scalings_are_refused_where_all_layers_have_a_window():
-    config = default_config()
-    config.model.update({"layer_types": ("sliding_attention",), "sliding_window": 4})
+    spec = Spec(model=ModelSpec(layer_types=("sliding_attention",), sliding_window=4))
     with pytest.raises(UsageError, match="--encoding=ntk: "):
-        configs_by_length(config, Options("", encoding="ntk"), "ntk")
-    (stopped,) = configs_by_length(config, Options(""), "stop:0-1").values()
-    assert not any(freqs[:2].any() for freqs in layer_frequencies(stopped.model))
+        specs_by_length(spec, Options("", encoding="ntk"), "ntk")
+    (stopped,) = specs_by_length(spec, Options(""), "stop:0-1").values()
+    assert not any(layer.frequencies[:2].any() for layer in stopped.model.layers)
 
 
 def test_the_flag_offers_every_scaling_that_is_no_intervention():
@@ -250,12 +245,11 @@ def test_the_flag_offers_every_scaling_that_is_no_intervention():
 @pytest.mark.parametrize(("change", "logits"), [("yarn", "yarn"), ("ntk", "drope")])
 def test_logits_keep_a_factor_that_they_had_from_the_frequencies(change, logits):
     """As of a run whose config names one factor: what changes is the same as where it names two."""
-    config = encoded("none", logits, 1.0, 3.0)
-    one_factor = encoded("none", logits, 1.0, None)
-    one_factor.model.rope_scaling_factor = 3.0
+    spec = encoded("none", logits, 1.0, 3.0)
+    one_factor = encoded("none", logits, 1.0, None).replace({"model.rope_scaling_factor": 3.0})
     options = Options("", seq_len="4x", encoding=change)
-    (expected,) = configs_by_length(config, options, change).values()
-    (actual,) = configs_by_length(one_factor, options, change).values()
+    (expected,) = specs_by_length(spec, options, change).values()
+    (actual,) = specs_by_length(one_factor, options, change).values()
     assert actual.model == expected.model
 
 
@@ -267,8 +261,8 @@ THIRDS = ("0-3", "4-7", "8-11")
 
 def make_sweep_run(folder, p, seed, losses):
     """A run of a sweep with records of these losses, {(seq_len, encoding, factor): loss}."""
-    config = default_config()
-    steps = config.num_steps
+    spec = Spec()
+    steps = spec.num_steps
     records = []
     for (seq_len, encoding, factor), loss in losses.items():
         record = RECORD | {"step": steps, "seq_len": seq_len, "loss": loss}
@@ -278,7 +272,7 @@ def make_sweep_run(folder, p, seed, losses):
             records.append(record | {"fingerprint": "other", "loss": 9.0, "windows": 9})
         records.append(record)
     values = {"rope_percentage": p, "seed": seed}
-    return Run(f"{p}-{seed}", folder, values, config, True, steps, None, [], records, [])
+    return Run(f"{p}-{seed}", folder, values, spec, True, steps, None, [], records, [])
 
 
 def test_the_report_has_the_changes_of_every_band(tmp_path):

@@ -8,10 +8,8 @@ from support.models import DENSE4, E4, small
 from support.runs import edit_run, evaluate_run, make_run
 from support.text import refusal
 
-from prope.config import default_config
 from prope.inference.generation import Sampling, continue_prompts, read_prompts
 from prope.inference.opening import parse_interventions
-from prope.runtime.validate import validate
 
 # What is given, and what the line must name: flag and value, or what else is wrong.
 EVALUATE = [
@@ -76,10 +74,8 @@ BANDS = [
 
 @pytest.mark.parametrize(("kind", "band"), BANDS)
 def test_bands_that_a_config_cannot_have(kind, band):
-    config = default_config()
-    config.model = small(**E4)
-    config.model.update({"rope_scaling_type": kind, "scaled_pairs": band})
-    assert "config.model.scaled_pairs=" in refusal(validate, config)
+    fields = {"rope_scaling_type": kind, "scaled_pairs": band}
+    assert "config.model.scaled_pairs=" in refusal(small, **E4, **fields)
 
 
 SCALED = {"model.rope_scaling_type": "linear", "model.rope_scaling_factor": 2.0}

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-from ml_collections import FrozenConfigDict
 from oracles import decoder
 from support.bounds import assert_equal_but_rounding, measure_rounding
 from support.compiled import array_shapes
@@ -44,9 +43,9 @@ def draw_prompts(params, lengths=LENGTHS, seed=3):
     return jnp.asarray(tokens, jnp.int32), jnp.array(lengths, jnp.int32)
 
 
-def lively(config):
+def lively(spec):
     """Parameters whose attention outweighs the token: it is seldom the likeliest to come again."""
-    params, *_ = draw_model(config)
+    params, *_ = draw_model(spec)
 
     def scale(path, leaf):
         path = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -55,11 +54,11 @@ def lively(config):
     return jax.tree_util.tree_map_with_path(scale, params)
 
 
-def full_forward(config, params, rows):
+def full_forward(spec, params, rows):
     """The logits [B, T, V] of sequences without a cache; a row sees nothing after it."""
     tokens, _ = generation.pad_prompts([*rows, [0] * 24])  # all of one shape, so compiled once
     positions = jnp.broadcast_to(jnp.arange(24), tokens.shape)
-    return np.asarray(forward(config, params, tokens, positions))[:-1]
+    return np.asarray(forward(spec, params, tokens, positions))[:-1]
 
 
 def join(prompts, more, lengths=LENGTHS):
@@ -67,11 +66,11 @@ def join(prompts, more, lengths=LENGTHS):
     return [[*prompts[b, :n].tolist(), *more[b].tolist()] for b, n in enumerate(lengths)]
 
 
-def without_cache(config, sampling, params, prompts, lengths, keys):
+def without_cache(spec, sampling, params, prompts, lengths, keys):
     """The continuations, every token by the full forward of all before it."""
     rows = [row[:n].tolist() for row, n in zip(prompts, lengths, strict=True)]
     for _ in range(sampling.length):
-        logits = full_forward(config, params, rows)
+        logits = full_forward(spec, params, rows)
         for row, scores, key in zip(rows, logits, keys, strict=True):
             last = jnp.asarray(scores[len(row) - 1])
             if sampling.temperature:
@@ -83,29 +82,22 @@ def without_cache(config, sampling, params, prompts, lengths, keys):
     return [row[n:] for row, n in zip(rows, lengths, strict=True)]
 
 
-def generate(config, sampling, params, prompts, lengths, keys):
-    config = FrozenConfigDict(config)
-    first, cache = generation.prefill(config, sampling, params, prompts, lengths, keys)
-    tokens, _ = generation.decode(config, sampling, params, first, cache, lengths, keys)
+def generate(spec, sampling, params, prompts, lengths, keys):
+    first, cache = generation.prefill(spec, sampling, params, prompts, lengths, keys)
+    tokens, _ = generation.decode(spec, sampling, params, first, cache, lengths, keys)
     return np.asarray(tokens)
 
 
-def make_config(p=0.75, **fields):
-    config = small(**fields)
-    with config.ignore_type():
-        config.rope_percentage = p
-    return config
-
-
+OF_LAYERS = {"rope_percentage": (1.0, 1.0, 0.5, 1.0, 1.0), "attention_scale": 0.1}
 VARIANTS = [
-    {"p": (1.0, 0.25, 0.0), "num_kv_heads": 2},
-    {"p": 0.5, **ALL_SWITCHES, "attention_scale": 0.1},
+    {"rope_percentage": (1.0, 0.25, 0.0), "num_kv_heads": 2},
+    {"rope_percentage": 0.5, **ALL_SWITCHES, "attention_scale": 0.1},
 ]
 for fields in (
-    {"p": (1.0, 1.0, 0.5, 1.0, 1.0), **KINDS_OF_LAYERS, **SWITCHES, "attention_scale": 0.1},
-    {"p": 0.25, **DENSE4},
-    {"p": 0.25, **E4},
-    {"p": 0.75, "num_kv_heads": 1, "scan_layers": False, "remat": "full"},
+    KINDS_OF_LAYERS | SWITCHES | OF_LAYERS,
+    DENSE4,
+    E4,
+    {"num_kv_heads": 1, "scan_layers": False, "remat": "full"},
 ):
     VARIANTS.append(pytest.param(fields, marks=pytest.mark.slow))
 
@@ -116,35 +108,35 @@ for fields in (
 @pytest.mark.parametrize("fields", VARIANTS, ids=str)
 def test_logits_equal_those_of_the_full_forward(fields):
     """Of prompts of different lengths and of what follows, token by token and several at once."""
-    config = make_config(**fields)
-    params = lively(config)
+    spec = small(**fields)
+    params = lively(spec)
     prompts, lengths = draw_prompts(params)
     rng = np.random.default_rng(4)
-    more = rng.integers(0, config.vocab_size, (4, 7))
+    more = rng.integers(0, spec.vocab_size, (4, 7))
     more = jnp.asarray(more, jnp.int32)
     rows = join(prompts, more)
 
     def without_cache(params):
-        logits = full_forward(config, params, rows)
+        logits = full_forward(spec, params, rows)
         return [logits[b, : n + 7] for b, n in enumerate(LENGTHS)]
 
     expected, movement = measure_rounding(without_cache, params)
     assert expected[0].std() > 1
-    decode = jax.jit(functools.partial(model.decode, config))
+    decode = jax.jit(functools.partial(model.decode, spec))
     start = jnp.zeros(4, jnp.int32)
-    hidden, cache = decode(params, prompts, empty_cache(config, 4, 16), start)
-    read = np.asarray(model.logits(config, params, hidden))
-    layers = generation.split_layers(config, params)
+    hidden, cache = decode(params, prompts, empty_cache(spec, 4, 16), start)
+    read = np.asarray(model.logits(spec, params, hidden))
+    layers = generation.split_layers(spec, params)
     written = []
     place = 0
     for size in (1, 1, 3, 1, 1):
         tokens = more[:, place : place + size]
         hidden, cache = decode(layers, tokens, cache, lengths + place)
-        written.append(model.logits(config, params, hidden))
+        written.append(model.logits(spec, params, hidden))
         place += size
     written = np.concatenate(written, axis=1)
     for b, n in enumerate(LENGTHS):
-        (exact,) = decoder(config, params, [rows[b][: n + 7]], np.arange(n + 7)[None])
+        (exact,) = decoder(spec, params, [rows[b][: n + 7]], np.arange(n + 7)[None])
         logits = np.concatenate([read[b, :n], written[b]])
         assert_equal_but_rounding(logits, exact, movement[b])
         assert_equal_but_rounding(logits, expected[b], movement[b])
@@ -157,27 +149,27 @@ def test_prompts_read_in_chunks_give_what_one_pass_gives(monkeypatch, most, fiel
     A prompt of 10 tokens is longer than the window of the layers that have one, 6. What follows is
     given at once, more than a chunk, and finds in the cache what it sees.
     """
-    config = make_config(**fields)
-    params = lively(config)
+    spec = small(**fields)
+    params = lively(spec)
     prompts, lengths = draw_prompts(params, (4, 10, 1, 8, 5))
     more = prompts[::-1, :7]
     rows = join(prompts, more, lengths.tolist())
     places = np.asarray(lengths)[:, None] + np.arange(-1, 7)
 
     def in_one_pass(params):
-        return full_forward(config, params, rows)[np.arange(5)[:, None], places]
+        return full_forward(spec, params, rows)[np.arange(5)[:, None], places]
 
     monkeypatch.setattr(generation, "_CHUNK", most)
-    fill = functools.partial(generation.fill_cache, config, more=7, at_once=7)
+    fill = functools.partial(generation.fill_cache, spec, more=7, at_once=7)
     last, cache = jax.jit(fill)(params, prompts, lengths)
-    hidden, _ = jax.jit(functools.partial(model.decode, config))(params, more, cache, lengths)
-    logits = model.logits(config, params, jnp.concatenate([last, hidden], axis=1))
+    hidden, _ = jax.jit(functools.partial(model.decode, spec))(params, more, cache, lengths)
+    logits = model.logits(spec, params, jnp.concatenate([last, hidden], axis=1))
     assert_equal_but_rounding(logits, *measure_rounding(in_one_pass, params))
 
 
 def test_a_cache_keeps_of_a_window_what_a_chunk_sees_and_nothing_of_layers_that_share():
-    config = small(**E4, dtype="bfloat16")
-    cache = jax.eval_shape(lambda: empty_cache(config, 2, 2048))
+    spec = small(**E4, dtype="bfloat16")
+    cache = jax.eval_shape(lambda: empty_cache(spec, 2, 2048))
     assert {leaf.dtype for leaf in jax.tree.leaves(cache)} == {jnp.bfloat16.dtype}
     assert {kind: arrays["key"].shape for kind, arrays in cache.items()} == {
         "sliding_attention": (2, 2, 1, 5 + 512 - 1, 16),
@@ -190,24 +182,24 @@ def test_a_cache_keeps_of_a_window_what_a_chunk_sees_and_nothing_of_layers_that_
 def test_tokens_equal_those_of_the_full_forward(fields, temperature, monkeypatch):
     """Of prompts that are read three tokens at a time, and some longer than the window's slots."""
     monkeypatch.setattr(generation, "_CHUNK", 4)
-    config = make_config(**fields)
-    params = lively(config)
+    spec = small(**fields)
+    params = lively(spec)
     sampling = Sampling(12, temperature, eos=NEVER)
     inputs = (params, *draw_prompts(params), generation.row_keys(7, 4))
-    tokens = generate(config, sampling, *inputs)
+    tokens = generate(spec, sampling, *inputs)
     assert tokens.shape == (4, 12)
     assert len(np.unique(tokens)) > 6
-    assert tokens.tolist() == without_cache(config, sampling, *inputs)
+    assert tokens.tolist() == without_cache(spec, sampling, *inputs)
 
 
 @pytest.mark.slow
 def test_bfloat16_stays_near_its_full_forward():
-    config = small(dtype="bfloat16")
-    params = lively(config)
+    spec = small(dtype="bfloat16")
+    params = lively(spec)
     prompts, lengths = draw_prompts(params)
     sampling = Sampling(12, 0.0, eos=NEVER)
-    tokens = generate(config, sampling, params, prompts, lengths, generation.row_keys(0, 4))
-    logits = full_forward(config, params, join(prompts, tokens))
+    tokens = generate(spec, sampling, params, prompts, lengths, generation.row_keys(0, 4))
+    logits = full_forward(spec, params, join(prompts, tokens))
     for b, n in enumerate(LENGTHS):
         scores = logits[b, n - 1 : n + 11]
         behind = scores.max(axis=-1) - scores[np.arange(12), tokens[b]]
@@ -216,11 +208,11 @@ def test_bfloat16_stays_near_its_full_forward():
 
 @pytest.mark.slow
 def test_a_row_that_has_ended_stays_as_it_is():
-    config = small()
-    params = lively(config)
+    spec = small()
+    params = lively(spec)
     prompts, lengths = draw_prompts(params)
     keys = generation.row_keys(7, 4)
-    whole = generate(config, Sampling(12, 1.5, eos=NEVER), params, prompts, lengths, keys)
+    whole = generate(spec, Sampling(12, 1.5, eos=NEVER), params, prompts, lengths, keys)
     eos = whole[0, 4].item()
     expected = whole.copy()
     for row in expected:
@@ -229,40 +221,39 @@ def test_a_row_that_has_ended_stays_as_it_is():
             row[ended[0] + 1 :] = 0
     assert (expected[:, -1] != 0).any(), "one row goes on"
     for sampling in (Sampling(12, 1.5, eos=eos), Sampling(12, 1.5, eos=NEVER, stop_ids=(299, eos))):
-        cut = generate(config, sampling, params, prompts, lengths, keys)
+        cut = generate(spec, sampling, params, prompts, lengths, keys)
         np.testing.assert_array_equal(cut, expected)
     # Where all rows have ended the loop makes no step.
     sampling = Sampling(12, 1.5, eos=9)
-    frozen = FrozenConfigDict(config)
-    _, cache = generation.prefill(frozen, sampling, params, prompts, lengths, keys)
+    _, cache = generation.prefill(spec, sampling, params, prompts, lengths, keys)
     before = jax.tree.map(np.array, cache)
     ended = jnp.full(4, 9, jnp.int32)
-    tokens, cache = generation.decode(frozen, sampling, params, ended, cache, lengths, keys)
+    tokens, cache = generation.decode(spec, sampling, params, ended, cache, lengths, keys)
     assert tokens.tolist() == [[9] + [0] * 11] * 4
     assert same(cache, before)
 
 
 def test_memory_of_a_prompt_grows_with_the_cache_alone_and_no_token_copies_it_or_weights():
     """No square of scores, no MLP's activations of a whole prompt; lowered by shapes alone."""
-    config = FrozenConfigDict(small(hidden_dim=2048, head_dim=64, num_heads=2, num_kv_heads=1))
+    spec = small(hidden_dim=2048, head_dim=64, num_heads=2, num_kv_heads=1)
     sampling = Sampling(100, 0.0)
-    params = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
+    params = jax.eval_shape(functools.partial(model.init, spec), jax.random.key(0))
     rows = jax.ShapeDtypeStruct((2,), jnp.int32)
     keys = jax.eval_shape(lambda: generation.row_keys(0, 2))
 
     def read(T):
         prompts = jax.ShapeDtypeStruct((2, T), jnp.int32)
-        lowered = generation.prefill.lower(config, sampling, params, prompts, rows, keys)
+        lowered = generation.prefill.lower(spec, sampling, params, prompts, rows, keys)
         memory = lowered.compile().memory_analysis()
         # The cache is put out.
         return lowered, np.array([memory.temp_size_in_bytes, memory.output_size_in_bytes])
 
     prefill, sizes = read(8192)
     temporary, grown_cache = sizes - read(1024)[1]
-    mlp = 4 * 2 * (8192 - 1024) * config.hidden_dim
+    mlp = 4 * 2 * (8192 - 1024) * spec.hidden_dim
     assert 0 < temporary < 2 * grown_cache < mlp
     _, cache = prefill.out_info
-    lowered = generation.decode.lower(config, sampling, params, rows, cache, rows, keys)
+    lowered = generation.decode.lower(spec, sampling, params, rows, cache, rows, keys)
     compiled = lowered.compile()
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     memory = compiled.memory_analysis()
@@ -272,7 +263,7 @@ def test_memory_of_a_prompt_grows_with_the_cache_alone_and_no_token_copies_it_or
     fusions = re.findall("^.* fusion\\(.*/while/body/.*$", compiled.as_text(), re.MULTILINE)
     assert len(fusions) > 20
     shapes = [dims for _, dims in array_shapes("\n".join(fusions)) if max(dims, default=0) < 8192]
-    assert 0 < max(map(math.prod, shapes)) < config.embed_dim * config.hidden_dim
+    assert 0 < max(map(math.prod, shapes)) < spec.embed_dim * spec.hidden_dim
 
 
 # --- How a token is drawn ---------------------------------------------------------------------
@@ -379,7 +370,7 @@ def test_a_text_ends_before_its_eos(run, monkeypatch):
     assert result["texts"] == ["klm", "m", ""]
     assert result["tokens"] == 4 + 2 + 1
     opened = generation.open_run(str(run), None)
-    opened.config.data.stop_ids = (4 + ord("l"),)
+    opened.spec = opened.spec.replace({"data.stop_ids": (4 + ord("l"),)})
     monkeypatch.setattr(generation, "open_run", lambda *_: opened)
     result = generation.continue_prompts(str(run), None, ["a", "abcd"], Sampling(4), 0)
     jax.clear_caches()
@@ -401,7 +392,7 @@ def test_a_prompt_begins_as_a_document_does_or_with_its_own_first_token(run, cap
         row = [*ids, *(4 + np.frombuffer(b"ab", np.uint8)).tolist()]
         for _ in range(8):
             positions = jnp.arange(len(row))[None]
-            logits = forward(opened.config.model, params, jnp.array([row]), positions)
+            logits = forward(opened.spec.model, params, jnp.array([row]), positions)
             row.append(int(logits[0, -1].argmax()))
         continued = bytes(token - 4 for token in row[len(ids) + 2 :] if token >= 4)
         assert result["text"] == continued.decode(errors="replace")

@@ -1,5 +1,7 @@
 """prope.evaluate --window: layers without a window get one, as a control."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import pytest
 from support.bounds import assert_equal_but_rounding, measure_rounding
@@ -56,16 +58,16 @@ REMOVED = {"rope_scaling_type": "remove", "scaled_pairs": ("0-5@full", "2-3@slid
 def test_a_cache_has_what_is_changed(monkeypatch, fields, changed):
     """Read in three chunks and whole: two programs, with windows far smaller than the text."""
     monkeypatch.setattr(generation, "_CHUNK", 50)
-    config = small(**fields)
-    params, tokens, positions = draw_model(config, T=150)
+    spec = small(**fields)
+    params, tokens, positions = draw_model(spec, T=150)
 
     def whole(params):
-        return model.hidden_states(config, params, tokens, positions)[:, -1:]
+        return model.hidden_states(spec, params, tokens, positions)[:, -1:]
 
     plain = whole(params)
-    config.update(changed)
+    spec = dataclasses.replace(spec, **changed)
     expected, movement = measure_rounding(whole, params)
     lengths = jnp.full(len(tokens), tokens.shape[1])
-    last, _ = fill_cache(config, split_layers(config, params), tokens, lengths)
+    last, _ = fill_cache(spec, split_layers(spec, params), tokens, lengths)
     assert_equal_but_rounding(last, expected, movement)
     assert abs(plain - expected).max() > 1e-3

@@ -27,7 +27,6 @@ from prope.kernels import blockwise, cache
 from prope.kernels.mask import CAUSAL, Mask
 from prope.rope import rotation_table
 from prope.sharding import rank_positions
-from prope.stack.layers import layers
 
 # A multiple of what one unit in the last place of bfloat16 inputs moves attention by; the results
 # are rounded to bfloat16 as well. It is 0.004 to 0.013 of the largest element of an array.
@@ -245,7 +244,7 @@ def test_softmax_is_float32_for_bfloat16_inputs():
 def test_bfloat16_queries_are_rotated_and_scaled_with_one_rounding(monkeypatch):
     """The scale is no power of 2: a second rounding would double the error."""
     head_dim = 32
-    config = small(head_dim=head_dim, dtype="bfloat16", num_layers=1, scan_layers=False)
+    spec = small(head_dim=head_dim, dtype="bfloat16", num_layers=1, scan_layers=False)
     seen = {}
 
     def capture(query, *arguments, **options):
@@ -253,12 +252,12 @@ def test_bfloat16_queries_are_rotated_and_scaled_with_one_rounding(monkeypatch):
         return attention(query, *arguments, **options)
 
     monkeypatch.setattr(model, "attention", capture)
-    params, _, positions = draw_model(config)
-    x = jnp.asarray(draw_inputs(config.embed_dim, positions)[:, :, 0], jnp.bfloat16)
+    params, _, positions = draw_model(spec)
+    x = jnp.asarray(draw_inputs(spec.embed_dim, positions)[:, :, 0], jnp.bfloat16)
     layer_params = jax.tree.map(lambda leaf: leaf[0], params["layers"])
-    freqs = oracles.frequencies(head_dim, p=config.rope_percentage)
+    freqs = oracles.frequencies(head_dim, p=spec.rope_percentage)
     table = jax.jit(lambda positions: rotation_table(positions, freqs))(positions)
-    _, captured = model.run_layer(config, layer_params, x, table, layers(config)[0])
+    _, captured = model.run_layer(spec, layer_params, x, table, spec.layers[0])
     rotated = oracles.rotate(captured.query, positions, freqs)
     expected = rotated / np.sqrt(head_dim)
     query = seen["query"]

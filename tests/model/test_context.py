@@ -20,9 +20,11 @@ from support.processes import on_eight_devices, train_in_local_pod
 from support.text import read_lines
 
 from prope import sharding
-from prope.config import default_config
 from prope.cost.flops import busiest_part
 from prope.inference.losses import LossEvaluation
+from prope.spec.data import DataSpec
+from prope.spec.model import ModelSpec
+from prope.spec.run import Spec
 
 
 @pytest.mark.parametrize("C", [1, 2, 4, 8])
@@ -38,10 +40,10 @@ def test_ranks_hold_every_token_once_and_as_much_causal_work(C):
 
 
 def test_the_busiest_rank_has_its_share_of_the_work():
-    model = default_config().model
+    model = ModelSpec()
     assert busiest_part(model, 131_072, 8) == pytest.approx(1, abs=1e-9)
-    model.layer_types = ("sliding_attention", "full_attention")
-    model.sliding_window = 4096
+    kinds = ("sliding_attention", "full_attention")
+    model = ModelSpec(layer_types=kinds, sliding_window=4096)
     assert 1 < busiest_part(model, 131_072, 8) < 1.02
 
 
@@ -102,9 +104,8 @@ def test_a_run_may_move_between_whole_and_split_sequences(train, tmp_path, cache
 
 def check_targets():
     """Scores windows that are split over four devices."""
-    config = default_config()
-    config.model.update({"num_layers": 1, "embed_dim": 16, "head_dim": 8, "hidden_dim": 16})
-    config.data.seq_len = 1024
+    model = ModelSpec(num_layers=1, embed_dim=16, head_dim=8, hidden_dim=16)
+    spec = Spec(model=model, data=DataSpec(seq_len=1024))
     rng = np.random.default_rng(0)
     weights = rng.integers(0, 2, (4, 1024)).astype(np.float32)
     integers = {
@@ -113,9 +114,9 @@ def check_targets():
     }
     mesh = sharding.make_mesh(context=4)
     batch = sharding.global_batch(mesh, integers | {"weights": weights}, 4)
-    evaluation = SimpleNamespace(config=config, windows=None)
+    evaluation = SimpleNamespace(spec=spec, windows=None)
     with sharding.use(mesh):
-        params = initial_params(config.model)
+        params = initial_params(model)
         score = functools.partial(LossEvaluation._score, evaluation)
         scores = jax.jit(score)(params, batch)
     np.testing.assert_array_equal(scores["targets"], integers["targets"])
@@ -130,12 +131,11 @@ COMPILE = """
 import json, sys
 import jax
 jax.config.update("jax_platforms", "cpu")
-from prope.config import default_config
+from prope.spec.run import Spec
 from support.compiled import array_shapes
 from prope.cost import hlo, traffic
 from prope.cost.topology import as_if_attached, find_devices
 from prope.step import prepare, trace_step
-config = default_config()
 model = {
     "num_layers": 2,
     "num_heads": 8,
@@ -144,14 +144,12 @@ model = {
     "dtype": "bfloat16",
     "remat": "full",
 }
-config.model.update(model)
-config.batch_size = 1
-config.mesh.context = 4
-config.data.seq_len = 131_072
+fields = {"batch_size": 1, "mesh.context": 4, "data.seq_len": 131_072}
+spec = Spec().replace(fields | {f"model.{name}": value for name, value in model.items()})
 devices = find_devices(sys.argv[1], 1)
 with as_if_attached(devices):
-    config, mesh, optimizer, state = prepare(config, devices)
-    text = trace_step(config, optimizer, mesh, state).lower().compile().as_text()
+    spec, mesh, optimizer, state = prepare(spec, devices)
+    text = trace_step(spec, optimizer, mesh, state).lower().compile().as_text()
 module = hlo.parse(text)
 shapes = sorted(array_shapes(text, in_fusions=False))
 print(json.dumps([shapes, traffic.collectives(module), traffic.kernels(module)]))

@@ -11,14 +11,11 @@ import pytest
 from oracles import decoder
 from support.bounds import assert_equal_but_rounding, measure_rounding
 from support.commands import refusal
-from support.models import KINDS_OF_LAYERS, draw_model, forward, layer_params, small
+from support.models import KINDS_OF_LAYERS, draw_model, forward, frequencies_of, layer_params, small
 
 from prope import encodings, model
-from prope.config import default_config
-from prope.encodings import layer_frequencies
 from prope.inference.generation import empty_cache
 from prope.rope import frequencies
-from prope.runtime.validate import validate
 
 R16 = [1, 0.316227766, 0.1, 0.0316227766, 0.01, 0.00316227766, 0.001, 0.000316227766]
 SLOW = [0.0025, 0.000790569415, 0.00025, 7.90569415e-05]  # the last four of R16, / 4
@@ -183,24 +180,24 @@ def test_frequencies_are_those_of_transformers(d, kind, values):
         "max_position_embeddings": 512,
         "rope_parameters": {"rope_type": kind, "rope_theta": 1e4} | values,
     }
-    ours = small(head_dim=d, rope_percentage=1.0)
+    ours = {"head_dim": d, "rope_percentage": 1.0}
     if kind == "partial":
         config = transformers.GPTNeoXConfig(**sizes)
         theirs, scale = GPTNeoXRotaryEmbedding.compute_default_rope_parameters(config, device=None)
-        ours.update({"rope_type": "partial", "rope_percentage": 0.25})
+        ours |= {"rope_type": "partial", "rope_percentage": 0.25}
     else:
         config = transformers.LlamaConfig(**sizes)
         theirs, scale = ROPE_INIT_FUNCTIONS[kind](config, device=None, seq_len=2048)
-        ours.update({"rope_scaling_type": kind, "rope_scaling_factor": values["factor"]})
+        ours |= {"rope_scaling_type": kind, "rope_scaling_factor": values["factor"]}
     if kind not in ("partial", "linear"):
-        ours.original_seq_len = 512
-    freqs = layer_frequencies(ours, 2048)[0]
+        ours["original_seq_len"] = 512
+    freqs = frequencies_of(small(**ours), 2048)[0]
     number = len(theirs)
     np.testing.assert_allclose(freqs[:number], theirs.numpy(), rtol=3e-6)  # theirs are in float32
     assert (freqs[number:] == 0).all()
     if kind == "yarn":  # theirs is on cos and sin, of queries and keys both
-        ours.logit_scale = "yarn"
-        assert encodings.logit_scale(ours) == pytest.approx(scale**2)
+        layer = small(**ours, logit_scale="yarn").layers[0]
+        assert layer.logit_scale == pytest.approx(scale**2)
 
 
 # Of every rope_type: the fields that it needs.
@@ -218,19 +215,18 @@ NEEDED = {
 @pytest.mark.parametrize("scaling", encodings.SCALINGS)
 @pytest.mark.parametrize("rope_type", NEEDED)
 def test_every_type_takes_every_scaling_but_rope_id_those_of_a_wavelength(rope_type, scaling):
-    config = default_config()
-    config.model = small(rope_type=rope_type, rope_scaling_type=scaling, rope_percentage=1.0)
-    config.model.update(NEEDED[rope_type])
+    fields = {"rope_type": rope_type, "rope_scaling_type": scaling, "rope_percentage": 1.0}
+    fields |= NEEDED[rope_type]
     if "original_seq_len" in encodings.SCALINGS[scaling]:
-        config.model.original_seq_len = 512
+        fields["original_seq_len"] = 512
     if scaling in encodings.INTERVENTIONS:
-        config.model.scaled_pairs = (1, 2)
+        fields["scaled_pairs"] = (1, 2)
     if rope_type == "rope_id" and scaling in ("ntk", "dynamic", "yarn"):
         assert not encodings.can_rescale(rope_type, scaling)
-        assert f"rope_scaling_type={scaling}: " in refusal(validate, config)
+        assert f"rope_scaling_type={scaling}: " in refusal(small, **fields)
     else:
         assert encodings.can_rescale(rope_type, scaling)
-        validate(config)
+        small(**fields)
 
 
 @pytest.mark.parametrize("scaling", ["linear", "ntk", "dynamic", "yarn", "llama3"])
@@ -241,8 +237,7 @@ def test_what_a_scaling_makes_of_fewer_pairs_and_of_layers_of_two_kinds(scaling)
         fields["original_seq_len"] = 512
 
     def scaled(d, p, **others):
-        config = small(head_dim=d, rope_percentage=p, **fields, **others)
-        return layer_frequencies(config, seq_len=2048)
+        return frequencies_of(small(head_dim=d, rope_percentage=p, **fields, **others), 2048)
 
     rope, *_ = scaled(32, 1.0)
     pairs = np.arange(16)
@@ -264,7 +259,7 @@ def test_interventions_act_on_layers_with_a_window_too():
     stop = {"rope_scaling_type": "stop", "scaled_pairs": (1, 2)}
     own = oracles.layer_frequencies(small(**KINDS_OF_LAYERS))
     in_band = np.isin(np.arange(8), (1, 2))
-    stopped = layer_frequencies(small(**KINDS_OF_LAYERS, **stop))
+    stopped = frequencies_of(small(**KINDS_OF_LAYERS, **stop))
     np.testing.assert_allclose(stopped, np.where(in_band, 0, own))
     config = small(**KINDS_OF_LAYERS)
     params, *inputs = draw_model(config)
@@ -277,13 +272,15 @@ def test_interventions_act_on_layers_with_a_window_too():
 
 
 def test_logit_scales_have_the_numbers_of_their_formulas():
-    config = small(rope_scaling_factor=4.0, logit_scale="yarn")
-    assert encodings.logit_scale(config) == pytest.approx(1.296476993, rel=1e-9)
-    config.update({"logit_scale": "drope", "logit_scale_coefficient": 0.412})
-    assert encodings.logit_scale(config) == pytest.approx(1.571153277, rel=1e-9)
-    config.update({"rope_scaling_factor": 9.0, "logit_scale_factor": 4.0})
-    assert encodings.logit_scale(config) == pytest.approx(1.571153277, rel=1e-9)
-    assert encodings.logit_scale(small()) == 1
+    drope = {"logit_scale": "drope", "logit_scale_coefficient": 0.412}
+    for fields, expected in (
+        ({"rope_scaling_factor": 4.0, "logit_scale": "yarn"}, 1.296476993),
+        ({"rope_scaling_factor": 4.0} | drope, 1.571153277),
+        ({"logit_scale_factor": 4.0} | drope, 1.571153277),
+        ({}, 1.0),
+    ):
+        for layer in small(**fields).layers:
+            assert layer.logit_scale == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -292,11 +289,8 @@ def test_logit_scales_have_the_numbers_of_their_formulas():
 def test_yarn_s_logits_are_of_the_layers_that_rotate_where_some_do(p, scaled):
     """The same as queries' weights times the factor, in these layers alone."""
     factor = {"rope_scaling_factor": 4.0, "logit_scale": "yarn"}
-    config = small(num_layers=2, **factor)
-    plain = small(num_layers=2)
-    for changed in (config, plain):
-        with changed.ignore_type():
-            changed.rope_percentage = p
+    config = small(num_layers=2, rope_percentage=p, **factor)
+    plain = small(num_layers=2, rope_percentage=p)
     params, *inputs = draw_model(config)
     run = functools.partial(forward, config)
     actual, movement = measure_rounding(lambda params: run(params, *inputs), params)
@@ -405,7 +399,6 @@ REFUSED = [
     ("sliding_window", {"sliding_window": 8}),
     ("layer_types", {"layer_types": ("full_attention",) * 9}),
     ("layer_types", {"layer_types": ("full_atention",)}),
-    ("test_window", {"test_window": 8}),
     ("num_global_kv_heads", {"num_global_kv_heads": 1}),
     ("global_attention", {"global_attention": "xla"}),
     ("use_double_wide_mlp", {"use_double_wide_mlp": True}),
@@ -418,6 +411,6 @@ REFUSED = [
 
 @pytest.mark.parametrize(("named", "fields"), REFUSED)
 def test_what_does_not_fit_is_refused_in_one_line(named, fields):
-    config = default_config()
-    config.model = small(num_layers=6, **({"rope_percentage": 1.0} | fields))
-    assert refusal(validate, config).startswith(f"config.model.{named}={config.model[named]}")
+    fields = {"num_layers": 6, "rope_percentage": 1.0} | fields
+    value = fields.get(named, getattr(small(), named))
+    assert refusal(small, **fields).startswith(f"config.model.{named}={value}")

@@ -1,5 +1,6 @@
 """The decoder against its formula in float64."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -22,30 +23,28 @@ from support.models import (
 )
 from support.models import draw_model as draw
 
-from prope import model
-from prope.config import default_config, set_layer_percentages
+from prope import model, parameters
 from prope.loss import weighted_loss
-from prope.stack import parameters
 
 SEGMENTS = np.array(
     [[1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2], [1, 2, 2, 3, 3, 3, 3, 3, 3, 4, 4, 4]], np.int32
 )
 
 
-def assert_equals_formula(config, params, tokens, positions, segments=None, multiple=4):
+def assert_equals_formula(spec, params, tokens, positions, segments=None, multiple=4):
     """Compares the logits with the formula."""
     inputs = (tokens, positions, segments)
     expected, movement = measure_rounding(
-        lambda params: oracles.decoder(config, params, *inputs), params
+        lambda params: oracles.decoder(spec, params, *inputs), params
     )
-    scores = forward(config, params, *inputs)
+    scores = forward(spec, params, *inputs)
     assert_equal_but_rounding(scores, expected, movement, multiple)
 
 
 @pytest.mark.parametrize(("p", "kv_heads"), [(0.0, 1), (0.25, 2), (0.75, 1), (1.0, 4)])
 def test_equals_the_formula(p, kv_heads):
-    config = small(rope_percentage=p, num_kv_heads=kv_heads)
-    assert_equals_formula(config, *draw(config))
+    spec = small(rope_percentage=p, num_kv_heads=kv_heads)
+    assert_equals_formula(spec, *draw(spec))
 
 
 TWO_KINDS = {
@@ -61,14 +60,14 @@ def test_each_switch_equals_the_formula_and_changes_the_result(switch):
     if switch == "use_double_wide_mlp":
         fields = fields | {"num_kv_shared_layers": 2}
     plain = small(**fields)
-    config = small(**fields | {switch: ALL_SWITCHES[switch]})
-    params, tokens, positions = draw(config)
-    assert_equals_formula(config, params, tokens, positions)
+    spec = small(**fields | {switch: ALL_SWITCHES[switch]})
+    params, tokens, positions = draw(spec)
+    assert_equals_formula(spec, params, tokens, positions)
     plain_params, *_ = draw(plain)
     expected = forward(plain, plain_params, tokens, positions)
-    if parameters.shapes(plain) == parameters.shapes(config):
+    if parameters.shapes(plain) == parameters.shapes(spec):
         assert same(plain_params, params)
-        scores = forward(config, params, tokens, positions)
+        scores = forward(spec, params, tokens, positions)
         assert np.abs(scores - expected).max() > 0.01 * np.std(expected)
 
 
@@ -88,15 +87,12 @@ def test_kinds_of_layers_equal_the_formula(fields):
 
 @pytest.mark.parametrize("percentages", [(1.0, 0.25, 0.0), (0.0, 0.25, 1.0)])
 def test_layers_may_each_have_their_p_at_far_positions(percentages):
-    config = default_config()
-    config.model = small()
-    set_layer_percentages(config, percentages)
-    params, tokens, positions = draw(config.model)
-    assert_equals_formula(config.model, params, tokens, positions * 80_000)
-    set_layer_percentages(config, (0.5, 0.5, 0.5))
-    scores = forward(config.model, params, tokens, positions)
-    config = small(rope_percentage=0.5)
-    expected = forward(config, params, tokens, positions)
+    spec = small(rope_percentage=percentages)
+    params, tokens, positions = draw(spec)
+    assert_equals_formula(spec, params, tokens, positions * 80_000)
+    scores = forward(small(rope_percentage=(0.5, 0.5, 0.5)), params, tokens, positions)
+    spec = small(rope_percentage=0.5)
+    expected = forward(spec, params, tokens, positions)
     np.testing.assert_array_equal(scores, expected)
 
 
@@ -112,11 +108,11 @@ def test_rms_norm_of_bfloat16_is_the_formula_rounded_once():
     assert np.all(error <= half_ulp + 1e-5 * magnitude)
 
 
-def compile_gradient(config, params, tokens, positions) -> str:
+def compile_gradient(spec, params, tokens, positions) -> str:
     """The compiled text of the gradient of the output's sum of squares."""
 
     def loss(params, positions):
-        hidden = model.hidden_states(config, params, tokens, positions)
+        hidden = model.hidden_states(spec, params, tokens, positions)
         return (hidden**2).sum()
 
     return jax.jit(jax.grad(loss)).lower(params, positions).compile().as_text()
@@ -127,8 +123,8 @@ def test_the_table_is_made_once_however_many_layers_share_it():
     """Only the table shifts integers, in the gradient of an unrolled model of any depth."""
 
     def count_shifts(num_layers):
-        config = small(num_layers=num_layers, scan_layers=False, remat="full")
-        text = compile_gradient(config, *draw(config))
+        spec = small(num_layers=num_layers, scan_layers=False, remat="full")
+        text = compile_gradient(spec, *draw(spec))
         return text.count(" shift-right-logical(")
 
     assert 0 < count_shifts(1) == count_shifts(4)
@@ -136,15 +132,15 @@ def test_the_table_is_made_once_however_many_layers_share_it():
 
 def test_later_tokens_do_not_matter():
     T = 12
-    config = small()
-    params, _, positions = draw(config, B=1, T=T)
+    spec = small()
+    params, _, positions = draw(spec, B=1, T=T)
     embedding = params["embedder"]["input_embedding"]
     tokens = jnp.arange(T)[None]  # every token once: row i of the table is read at position i
 
     def output_at_6(rows):
         table = embedding.at[:T].set(rows)
         changed = params | {"embedder": {"input_embedding": table}}
-        return model.hidden_states(config, changed, tokens, positions)[0, 6].sum()
+        return model.hidden_states(spec, changed, tokens, positions)[0, 6].sum()
 
     gradient = jax.jit(jax.grad(output_at_6))(embedding[:T])
     largest = np.abs(np.asarray(gradient)).max(axis=-1)
@@ -152,14 +148,14 @@ def test_later_tokens_do_not_matter():
     assert np.all(largest[7:] == 0)
 
 
-def loss_and_gradient(config, params, tokens, positions, segments=None):
+def loss_and_gradient(spec, params, tokens, positions, segments=None):
     """The summed loss of predicting the tokens in reverse order, and its gradient."""
 
     def loss(params):
-        hidden = model.hidden_states(config, params, tokens, positions, segments)
+        hidden = model.hidden_states(spec, params, tokens, positions, segments)
         weights = jnp.ones(tokens.shape, jnp.float32)
         table = model.embedding(params)
-        return weighted_loss(hidden, table, tokens[:, ::-1], weights, config.final_softcap)
+        return weighted_loss(hidden, table, tokens[:, ::-1], weights, spec.final_softcap)
 
     return jax.jit(jax.value_and_grad(loss))(params)
 
@@ -185,19 +181,19 @@ def slope_along(function, leaves, number, direction):
     ],
 )
 def test_gradients_equal_differences_of_the_formula(fields, segments):
-    config = small(**fields)
-    params, tokens, positions = draw(config)
+    spec = small(**fields)
+    params, tokens, positions = draw(spec)
     targets = np.asarray(tokens)[:, ::-1, None]
 
     def loss(leaves):
         tree = jax.tree.unflatten(structure, leaves)
-        scores = oracles.decoder(config, tree, tokens, positions, segments)
+        scores = oracles.decoder(spec, tree, tokens, positions, segments)
         target_scores = np.take_along_axis(scores, targets, axis=-1)
         logsumexp = np.log(np.exp(scores).sum(-1))
         return np.sum(logsumexp - target_scores[..., 0])
 
     segment_ids = None if segments is None else jnp.asarray(segments)
-    value, gradient = loss_and_gradient(config, params, tokens, positions, segment_ids)
+    value, gradient = loss_and_gradient(spec, params, tokens, positions, segment_ids)
     grads = jax.tree_util.tree_leaves_with_path(gradient)
     leaves, structure = jax.tree.flatten(params)
     leaves = [oracles.float64(leaf) for leaf in leaves]
@@ -223,9 +219,9 @@ def gradient_without_scan_or_remat(name):
 
     The rounding of an array is how far the gradient moves with parameters that move by one ulp.
     """
-    config = small(**MODELS[name], scan_layers=False)
-    params, tokens, positions = draw(config)
-    compute = functools.partial(loss_and_gradient, config)
+    spec = small(**MODELS[name], scan_layers=False)
+    params, tokens, positions = draw(spec)
+    compute = functools.partial(loss_and_gradient, spec)
     expected, rounding = measure_rounding(lambda params: compute(params, tokens, positions), params)
     return (params, tokens, positions), expected, rounding
 
@@ -235,8 +231,8 @@ def gradient_without_scan_or_remat(name):
 @pytest.mark.parametrize(("name", "scan_layers", "remat"), SETTINGS)
 def test_scan_and_remat_change_nothing(name, scan_layers, remat):
     arguments, expected, rounding = gradient_without_scan_or_remat(name)
-    config = small(**MODELS[name], scan_layers=scan_layers, remat=remat)
-    loss, gradient = loss_and_gradient(config, *arguments)
+    spec = small(**MODELS[name], scan_layers=scan_layers, remat=remat)
+    loss, gradient = loss_and_gradient(spec, *arguments)
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
     assert_equal_but_rounding(gradient, expected[1], rounding[1], multiple=4)
 
@@ -246,8 +242,8 @@ def test_attention_is_run_again_only_where_nothing_is_kept():
     """Only attention has exponentials: two forward, one in its gradient, two to run again."""
 
     def count_exponentials(remat):
-        config = small(num_layers=1, scan_layers=False, remat=remat)
-        text = compile_gradient(config, *draw(config))
+        spec = small(num_layers=1, scan_layers=False, remat=remat)
+        text = compile_gradient(spec, *draw(spec))
         return text.count(" exponential(")
 
     counts = {remat: count_exponentials(remat) for remat in ("none", "minimal", "save_qkv", "full")}
@@ -259,7 +255,7 @@ def test_initial_weights_do_not_depend_on_scan_or_encoding():
     for fields in (
         {"scan_layers": False, "remat": "full"},
         {"rope_percentage": 0.0},
-        {"rope_type": "rope_id", "original_seq_len": 512},
+        {"rope_percentage": 1.0, "rope_type": "rope_id", "original_seq_len": 512},
         {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 3},
     ):
         assert same(initial_params(small(**fields), 3), expected), fields
@@ -295,23 +291,23 @@ def test_initial_weights_have_the_variance_of_their_fan_in():
 
 @pytest.mark.parametrize(("D", "factor"), [(640, 25.25), (5376, 73.5)])
 def test_the_factor_of_embeddings_is_rounded_as_in_googles_code(D, factor):
-    config = small(embed_dim=D, dtype="bfloat16")
-    ones = jnp.ones((config.vocab_size, D))
+    spec = small(embed_dim=D, dtype="bfloat16")
+    ones = jnp.ones((spec.vocab_size, D))
     tokens = jnp.zeros((1, 1), jnp.int32)
-    assert set(np.ravel(model.embed(config, ones, tokens)).tolist()) == {factor}
-    config.dtype = "float32"
+    assert set(np.ravel(model.embed(spec, ones, tokens)).tolist()) == {factor}
+    spec = dataclasses.replace(spec, dtype="float32")
     exact = np.float32(np.sqrt(D))
-    assert set(np.ravel(model.embed(config, ones, tokens)).tolist()) == {exact}
+    assert set(np.ravel(model.embed(spec, ones, tokens)).tolist()) == {exact}
 
 
 @pytest.mark.slow
 def test_bfloat16_stays_near_float32():
-    config = small(dtype="bfloat16")
-    params, tokens, positions = draw(config)
-    hidden_states = jax.jit(functools.partial(model.hidden_states, config))
+    spec = small(dtype="bfloat16")
+    params, tokens, positions = draw(spec)
+    hidden_states = jax.jit(functools.partial(model.hidden_states, spec))
     hidden = hidden_states(params, tokens, positions)
     assert hidden.dtype == jnp.bfloat16
-    scores = model.logits(config, params, hidden)
+    scores = model.logits(spec, params, hidden)
     assert scores.dtype == jnp.float32
-    expected = oracles.decoder(config, params, tokens, positions)
+    expected = oracles.decoder(spec, params, tokens, positions)
     assert np.abs(scores - expected).mean() < 0.03 * expected.std()

@@ -1,5 +1,6 @@
 """The table of parameters against the tree that the model initialises."""
 
+import dataclasses
 import functools
 import runpy
 
@@ -11,10 +12,9 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from support.commands import ROOT
 from support.models import initial_params, leaves_by_path, small
 
-from prope import model, sharding
+from prope import model, parameters, sharding
+from prope.config import resolve
 from prope.cost.flops import num_parameters
-from prope.stack import parameters
-from prope.workdir.hashes import hash_arrays
 
 SWITCHES = {"use_qk_norm": True, "qkv_bias": True, "post_norms": True, "tied": False}
 FSDP = ("fsdp", "context")
@@ -40,9 +40,9 @@ EXPECTED = {
 }
 
 
-def initial_shapes(config):
+def initial_shapes(spec):
     """What the model initialises, without computing it."""
-    return jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
+    return jax.eval_shape(functools.partial(model.init, spec), jax.random.key(0))
 
 
 def is_matrix(path: str) -> bool:
@@ -51,20 +51,20 @@ def is_matrix(path: str) -> bool:
 
 
 def test_names_shapes_and_counts_are_those_of_the_model():
-    config = small(**SWITCHES, dtype="bfloat16")
-    tree = initial_shapes(config)
-    assert parameters.shapes(config) == tree
+    spec = small(**SWITCHES, dtype="bfloat16")
+    tree = initial_shapes(spec)
+    assert parameters.shapes(spec) == tree
     leaves = leaves_by_path(tree)
     assert {path: leaf.shape for path, leaf in leaves.items()} == {
         path: shape for path, (shape, _) in EXPECTED.items()
     }
     assert {leaf.dtype for leaf in leaves.values()} == {np.dtype(np.float32)}
-    assert parameters.count(config) == num_parameters(tree)
+    assert parameters.count(spec) == num_parameters(tree)
     multiplied = {path: leaf for path, leaf in leaves.items() if is_matrix(path)}
     del multiplied["embedder/input_embedding"]  # here the head is another matrix
-    assert parameters.count(config, matrices_only=True) == num_parameters(multiplied)
-    config.tied = True
-    assert parameters.count(config, matrices_only=True) == num_parameters(multiplied)
+    assert parameters.count(spec, matrices_only=True) == num_parameters(multiplied)
+    tied = dataclasses.replace(spec, tied=True)
+    assert parameters.count(tied, matrices_only=True) == num_parameters(multiplied)
 
 
 def test_what_a_switch_adds_is_there_where_the_config_has_it():
@@ -76,8 +76,8 @@ def test_what_a_switch_adds_is_there_where_the_config_has_it():
     }
     plain = EXPECTED.keys() - set().union(*added.values())
     for (field, value), paths in added.items():
-        config = small(**{field: value})
-        assert leaves_by_path(initial_shapes(config)).keys() == plain | paths
+        spec = small(**{field: value})
+        assert leaves_by_path(initial_shapes(spec)).keys() == plain | paths
     assert leaves_by_path(initial_shapes(small())).keys() == plain
 
 
@@ -86,7 +86,7 @@ def test_parameters_and_moments_are_sharded_by_their_axes(monkeypatch):
     mesh = AbstractMesh((1, 2, 2, 2), sharding._AXES)
     params = initial_shapes(small(**SWITCHES))
     state = jax.eval_shape(optax.scale_by_adam().init, params)
-    expected = {path: PartitionSpec(*spec) for path, (_, spec) in EXPECTED.items()}
+    expected = {path: PartitionSpec(*axes) for path, (_, axes) in EXPECTED.items()}
 
     def specs(shardings):
         return {path: leaf.spec for path, leaf in leaves_by_path(shardings).items()}
@@ -101,28 +101,26 @@ def test_parameters_and_moments_are_sharded_by_their_axes(monkeypatch):
     }
 
 
-def read_config(name, *arguments):
-    """The config of a page in configs/."""
+def read_spec(name, *arguments):
+    """The spec of a page in configs/."""
     page = runpy.run_path(ROOT / "configs" / f"{name}.py")
-    return page["get_config"](*arguments)
+    return resolve(page["get_config"](*arguments))
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [
-        (("gemma4_like", "tiny"), "43b14020b503f33e"),
-        pytest.param(("quickstart",), "9c55f44410ac4337", marks=pytest.mark.slow),
-    ],
+    [(("gemma4_like", "tiny"), 0.0), pytest.param(("quickstart",), 0.0, marks=pytest.mark.slow)],
 )
 def test_initial_values_are_those_of_every_version(arguments, expected):
-    config = read_config(*arguments)
-    params = initial_params(config.model, config.seed)
-    assert hash_arrays(params) == expected
+    """By a random projection of all values, because a processor without FMA rounds some apart."""
+    spec = read_spec(*arguments)
+    leaves = jax.tree.leaves(initial_params(spec.model, spec.seed))
+    values = np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in leaves])
+    projected = np.random.default_rng(0).standard_normal(values.size) @ values
+    assert projected / np.linalg.norm(values) == pytest.approx(expected, abs=1e-6)
 
 
 def test_gemma_2b_has_gemma_s_parameters():
-    config = read_config("gemma_2b_wiki").model
-    config.vocab_size = 256_128
-    assert parameters.count(config) == 2_506_434_560
-    assert num_parameters(initial_shapes(config)) == 2_506_434_560
+    spec = dataclasses.replace(read_spec("gemma_2b_wiki").model, vocab_size=256_128)
+    assert parameters.count(spec) == 2_506_434_560
+    assert num_parameters(initial_shapes(spec)) == 2_506_434_560

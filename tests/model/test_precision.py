@@ -10,9 +10,11 @@ from support.heads import analysis_options
 
 from prope import sharding
 from prope.analysis import analysis
-from prope.config import default_config
 from prope.inference import evaluation, generation
 from prope.optimizer import make_optimizer
+from prope.spec.data import DataSpec
+from prope.spec.model import ModelSpec
+from prope.spec.run import Spec
 from prope.step import init_state, trace_step
 
 HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
@@ -20,7 +22,6 @@ HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
 
 def traced_step(attention: str, dtype: str):
     """A traced training step of a small model on one device."""
-    config = default_config()
     fields = {
         "num_layers": 2,
         "embed_dim": 64,
@@ -30,14 +31,12 @@ def traced_step(attention: str, dtype: str):
         "attention": attention,
         "dtype": dtype,
     }
-    config.model.update(fields)
-    config.data.seq_len = 128
-    config.batch_size = 2
+    spec = Spec(batch_size=2, model=ModelSpec(**fields), data=DataSpec(seq_len=128))
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
-    optimizer = make_optimizer(config)
-    shapes = jax.eval_shape(functools.partial(init_state, config, optimizer))
+    optimizer = make_optimizer(spec)
+    shapes = jax.eval_shape(functools.partial(init_state, spec, optimizer))
     state = sharding.with_shardings(shapes, mesh)
-    return trace_step(config, optimizer, mesh, state)
+    return trace_step(spec, optimizer, mesh, state)
 
 
 def is_jaxpr(node) -> bool:

@@ -15,18 +15,16 @@ from support.compiled import array_shapes
 from support.models import DENSE4, E4, SWITCHES, assert_trees_close, same
 from support.processes import on_eight_devices
 
-from prope import loss, model, sharding
-from prope.config import default_config
+from prope import loss, model, parameters, sharding
 from prope.optimizer import make_optimizer
-from prope.runtime.validate import validate, validate_devices
-from prope.stack import parameters
+from prope.sharding import check_devices
+from prope.spec.run import MeshSpec, Spec
 from prope.step import compile_step, init_state, make_train_step
 from prope.workdir.hashes import hash_arrays
 
 
 def small(**fields):
-    """A config that compiles in a moment; fields are named as model__num_layers."""
-    config = default_config()
+    """A spec that compiles in a moment; fields are named as model__num_layers."""
     sizes = {
         "batch_size": 16,
         "data.seq_len": 12,
@@ -39,11 +37,7 @@ def small(**fields):
         "model.rope_percentage": 0.75,
         "model.attention": "xla",
     }
-    config.update_from_flattened_dict(sizes)
-    fields = {name.replace("__", "."): value for name, value in fields.items()}
-    config.update_from_flattened_dict(fields)
-    validate(config)
-    return config
+    return Spec().replace(sizes | {name.replace("__", "."): x for name, x in fields.items()})
 
 
 def keep_gradient():
@@ -56,17 +50,17 @@ def keep_gradient():
     return optax.GradientTransformation(zeros, update)
 
 
-def draw(config):
+def draw(spec):
     """A batch of packed windows in NumPy, of which a part has weight zero, not equal in rows."""
     rng = np.random.default_rng(0)
-    B = config.batch_size
-    T = config.data.seq_len
+    B = spec.batch_size
+    T = spec.data.seq_len
     segments = 1 + np.sort(rng.integers(0, 3, (B, T)), axis=1)
     positions = np.tile(np.arange(T), (B, 1))
-    if config.data.mask_documents:
+    if spec.data.mask_documents:
         is_first = np.diff(segments, axis=1, prepend=0) != 0
         positions = positions - np.maximum.accumulate(positions * is_first, axis=1)
-    tokens, targets = rng.integers(0, config.model.vocab_size, (2, B, T))
+    tokens, targets = rng.integers(0, spec.model.vocab_size, (2, B, T))
     counted = rng.integers(T // 3, T, (B, 1))
     return {
         "tokens": tokens.astype(np.int32),
@@ -77,7 +71,7 @@ def draw(config):
     }
 
 
-def draw_params(config):
+def draw_params(spec):
     """Parameters in NumPy without zeros, so that every one matters."""
     rng = np.random.default_rng(0)
 
@@ -87,25 +81,25 @@ def draw_params(config):
         scale = max(leaf.shape[-2:]) ** -0.5
         return scale * rng.standard_normal(leaf.shape).astype(np.float32)
 
-    return jax.tree_util.tree_map_with_path(draw_leaf, parameters.shapes(config.model))
+    return jax.tree_util.tree_map_with_path(draw_leaf, parameters.shapes(spec.model))
 
 
-def run(config, shape):
+def run(spec, shape):
     """The loss and the gradient of one training step on a mesh (data, fsdp, tensor)."""
-    C = config.mesh.context
+    C = spec.mesh.context
     replicas, fsdp, tensor = shape
     devices = jax.devices()[: C * math.prod(shape)]
     mesh = sharding.make_mesh(replicas, tensor, devices, C)
     assert mesh.devices.shape == (replicas, fsdp, C, tensor)
-    shapes = jax.eval_shape(functools.partial(init_state, config, keep_gradient()))
+    shapes = jax.eval_shape(functools.partial(init_state, spec, keep_gradient()))
     state = sharding.with_shardings(shapes, mesh)
-    params = draw_params(config)
+    params = draw_params(spec)
     zeros = jax.tree.map(np.zeros_like, params)
     placed = jax.device_put((params, zeros), sharding.state_shardings(shapes, mesh))
-    batch = sharding.global_batch(mesh, draw(config), config.batch_size)
-    step = compile_step(config, keep_gradient(), mesh, state)
+    batch = sharding.global_batch(mesh, draw(spec), spec.batch_size)
+    step = compile_step(spec, keep_gradient(), mesh, state)
     _, gradient, metrics = step(*placed, batch)
-    batch_hash = sharding.hash_batch(draw(config))  # which no mesh shards
+    batch_hash = sharding.hash_batch(draw(spec))  # which no mesh shards
     assert metrics["batch_hash"] == batch_hash
     gradient = jax.tree.map(np.asarray, gradient)
     squares = [np.sum(leaf.astype(np.float64) ** 2) for leaf in jax.tree.leaves(gradient)]
@@ -116,20 +110,20 @@ def run(config, shape):
 def test_a_step_takes_the_mean_over_the_tokens_that_count():
     """Of masked documents and capped logits: meshes are compared with the same step alone."""
     fields = {"model__num_kv_heads": 2, "model__tied": False, "model__final_softcap": 1.0}
-    config = small(**fields, accumulation=4, data__mask_documents=True)
-    params = draw_params(config)
-    batch = jax.tree.map(jnp.asarray, draw(config))
+    spec = small(**fields, accumulation=4, data__mask_documents=True)
+    params = draw_params(spec)
+    batch = jax.tree.map(jnp.asarray, draw(spec))
     targets = batch["targets"][..., None]
 
     def mean_loss(params):
         arrays = [batch[name] for name in ("tokens", "positions", "segment_ids")]
-        hidden = model.hidden_states(config.model, params, *arrays)
-        log_probabilities = jax.nn.log_softmax(model.logits(config.model, params, hidden))
+        hidden = model.hidden_states(spec.model, params, *arrays)
+        log_probabilities = jax.nn.log_softmax(model.logits(spec.model, params, hidden))
         losses = -jnp.take_along_axis(log_probabilities, targets, axis=-1)[..., 0]
         return (losses * batch["weights"]).sum() / batch["weights"].sum()
 
     expected_loss, expected = jax.jit(jax.value_and_grad(mean_loss))(params)
-    step = jax.jit(make_train_step(config, keep_gradient()))
+    step = jax.jit(make_train_step(spec, keep_gradient()))
     zeros = jax.tree.map(jnp.zeros_like, params)
     updated, gradient, metrics = step(params, zeros, batch)
     np.testing.assert_allclose(metrics["loss"], expected_loss, rtol=1e-6)
@@ -260,8 +254,8 @@ def check_steps(cases):
     for case in cases:
         fields, shape, remat, scan, others = case
         expected_loss, expected = run_alone(tuple(fields.items()))
-        config = small(**fields, **others, model__remat=remat, model__scan_layers=scan)
-        actual_loss, actual = run(config, shape)
+        spec = small(**fields, **others, model__remat=remat, model__scan_layers=scan)
+        actual_loss, actual = run(spec, shape)
         rtol = 0.03 if "model__dtype" in fields else 1e-5
         np.testing.assert_allclose(actual_loss, expected_loss, rtol=rtol, err_msg=str(case))
         assert_trees_close(actual, expected, rtol, str(case))
@@ -270,14 +264,14 @@ def check_steps(cases):
 def check_layer_embeddings():
     """Compiles a step: no device ever holds the table of the layers' inputs, or its gradient."""
     sharding._MIN_SHARD_SIZE = 0
-    config = small(model__per_layer_input_dim=16, model__vocab_size=1000)
-    size = 1000 * config.model.num_layers * 16
-    optimizer = make_optimizer(config)
-    shapes = jax.eval_shape(functools.partial(init_state, config, optimizer))
+    spec = small(model__per_layer_input_dim=16, model__vocab_size=1000)
+    size = 1000 * spec.model.num_layers * 16
+    optimizer = make_optimizer(spec)
+    shapes = jax.eval_shape(functools.partial(init_state, spec, optimizer))
     for replicas, tensor in ((1, 1), (2, 2)):
         mesh = sharding.make_mesh(replicas, tensor)
         state = sharding.with_shardings(shapes, mesh)
-        text = compile_step(config, optimizer, mesh, state).as_text()
+        text = compile_step(spec, optimizer, mesh, state).as_text()
         sizes = {math.prod(dims) for _, dims in array_shapes(text)}
         assert size // (8 // replicas) in sizes and size not in sizes, (replicas, tensor)
 
@@ -300,14 +294,14 @@ def test_a_step_is_the_same_on_every_mesh(function):
 
 def check_initial_state():
     """Initialises on several meshes: the same values, of which nothing is made whole first."""
-    config = small(
+    spec = small(
         model__embed_dim=256,
         model__num_kv_heads=1,
         model__head_dim=64,
         model__hidden_dim=512,
         model__vocab_size=512,
     )
-    init = functools.partial(init_state, config, make_optimizer(config))
+    init = functools.partial(init_state, spec, make_optimizer(spec))
     expected, _ = jax.jit(init)()
     for shape in ((1, 8, 1), (2, 4, 1), (2, 2, 2), (1, 4, 2)):
         replicas, _, tensor = shape
@@ -448,11 +442,9 @@ def test_only_replicas_are_on_different_slices(slices, options, shape):
 )
 def test_fsdp_may_cross_nodes_of_gpus(options, shape, nodes_of_replica):
     devices = make_devices(16, 4, "gpu")
-    config = default_config()
-    config.batch_size = 16
-    config.mesh.update(options)
-    validate_devices(config, devices)
-    mesh = sharding.make_mesh(config.mesh.data, config.mesh.tensor, devices)
+    spec = Spec(batch_size=16, mesh=MeshSpec(**options))
+    check_devices(spec, devices)
+    mesh = sharding.make_mesh(spec.mesh.data, spec.mesh.tensor, devices)
     assert mesh.devices[:, :, 0].shape == shape
     assert {device.id for device in mesh.devices.ravel()} == set(range(16))
     for replica in mesh.devices:
@@ -463,8 +455,6 @@ def test_fsdp_may_cross_nodes_of_gpus(options, shape, nodes_of_replica):
 
 
 def test_only_tpu_slices_are_a_border():
-    config = default_config()
-    config.batch_size = 16
-    config.mesh.data = 1
-    validate_devices(config, make_devices(16, 2, "gpu"))
-    assert "mesh.data=1: " in refusal(validate_devices, config, make_devices(16, 2, "tpu"))
+    spec = Spec(batch_size=16, mesh=MeshSpec(data=1))
+    check_devices(spec, make_devices(16, 2, "gpu"))
+    assert "mesh.data=1: " in refusal(check_devices, spec, make_devices(16, 2, "tpu"))

@@ -73,7 +73,7 @@ def test_a_sweep_of_attention_ranks_the_blocks_that_compile(monkeypatch):
 
 
 def test_one_result_of_the_matmuls_is_alive():
-    """Of 64 results of 8192 x 8192, 17 GB would count as the step's peak, or not fit."""
+    """64 results of 8192 x 8192, 17 GB, would count as the step's peak, or not fit."""
 
     def count_alive():
         return sum(array.shape == (67, 67) for array in jax.live_arrays())

@@ -1,5 +1,6 @@
 """FLOPs and the roofline against arithmetic done by hand."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,18 +14,19 @@ from jax.sharding import AbstractMesh, AxisType
 from support.models import SWITCHES
 
 from prope import sharding
-from prope.config import default_config
 from prope.cost import flops
 from prope.cost.traced import count_flops
 from prope.optimizer import make_optimizer
+from prope.spec.data import DataSpec
+from prope.spec.model import ModelSpec
+from prope.spec.run import Spec
 from prope.step import batch_shapes, init_state, make_train_step
 
 # --- Closed formulas ----------------------------------------------------------------------------
 
 
 def gemma_2b():
-    config = default_config().model
-    config.update(
+    return ModelSpec(
         num_layers=18,
         embed_dim=2048,
         num_heads=8,
@@ -32,7 +34,6 @@ def gemma_2b():
         hidden_dim=16_384,
         vocab_size=256_128,
     )
-    return config
 
 
 def test_gemma_2b_needs_the_flops_that_are_published_for_it():
@@ -72,38 +73,37 @@ def test_gemma_4_has_the_flops_of_its_matrices(name):
     (D, L, N, K, F, W, period), fields = OF_GEMMA_4[name]
     pattern = ("sliding_attention",) * (period - 1) + ("full_attention",)
     sizes = {"embed_dim": D, "num_layers": L, "num_heads": N, "num_kv_heads": K, "hidden_dim": F}
-    config = default_config().model
-    config.update(GEMMA_4 | fields | sizes | {"layer_types": pattern, "sliding_window": W})
+    spec = ModelSpec(**GEMMA_4, **fields, **sizes, layer_types=pattern, sliding_window=W)
     T = 8192
-    Q = config.per_layer_input_dim
+    Q = spec.per_layer_input_dim
     matrices = 262144 * D + L * Q * D
     attention = 0
     for number in range(L):
         is_full = (number + 1) % period == 0
-        shares = number >= L - config.num_kv_shared_layers
+        shares = number >= L - spec.num_kv_shared_layers
         H = 512 if is_full else 256
         own = 0 if shares else 2 * K * H * D
         if is_full and name == "12B":
             own = H * D
         matrices += 2 * N * H * D + own + 3 * F * (1 + shares) * D + 2 * Q * D
         attention += 12 * N * H * (T / 2 if is_full else W - W * W / (2 * T))
-    assert flops.model_flops_per_token(config, T) == pytest.approx(6 * matrices + attention)
+    assert flops.model_flops_per_token(spec, T) == pytest.approx(6 * matrices + attention)
 
 
 def test_layers_with_a_window_count_the_keys_that_it_shows():
     T = 64
     W = 24
-    config = gemma_2b()
-    full = flops.model_flops_per_token(config, T)
-    config.layer_types = ("sliding_attention", "sliding_attention", "full_attention")
-    config.sliding_window = W
+    spec = gemma_2b()
+    full = flops.model_flops_per_token(spec, T)
+    pattern = ("sliding_attention", "sliding_attention", "full_attention")
+    windowed = dataclasses.replace(spec, layer_types=pattern, sliding_window=W)
     # Half of a query's own key counts, as in T^2 / 2 for T x T pairs.
     keys = np.arange(T) + 0.5
     hidden_keys = (keys - np.minimum(keys, W)).mean()
-    windowed = flops.model_flops_per_token(config, T)
-    assert full - windowed == pytest.approx(12 * 12 * 8 * 256 * hidden_keys)
-    config.sliding_window = 2 * T
-    assert flops.model_flops_per_token(config, T) == full
+    saved = full - flops.model_flops_per_token(windowed, T)
+    assert saved == pytest.approx(12 * 12 * 8 * 256 * hidden_keys)
+    wide = dataclasses.replace(windowed, sliding_window=2 * T)
+    assert flops.model_flops_per_token(wide, T) == full
 
 
 def test_chips_are_found_by_what_jax_calls_them():
@@ -152,15 +152,15 @@ def flops_of(function, *shapes):
     return count_flops(jaxpr)
 
 
-def flops_of_step(config, mesh_shape):
-    optimizer = make_optimizer(config)
+def flops_of_step(spec, mesh_shape):
+    optimizer = make_optimizer(spec)
     mesh = AbstractMesh(
         mesh_shape, sharding.make_mesh().axis_names, axis_types=(AxisType.Auto,) * 4
     )
-    state = jax.eval_shape(functools.partial(init_state, config, optimizer))
-    step = make_train_step(config, optimizer)
+    state = jax.eval_shape(functools.partial(init_state, spec, optimizer))
+    step = make_train_step(spec, optimizer)
     with sharding.use(mesh):
-        batch = batch_shapes(config, mesh)
+        batch = batch_shapes(spec, mesh)
         jaxpr = jax.make_jaxpr(step)(*state, batch)
     return count_flops(jaxpr)
 
@@ -168,14 +168,12 @@ def flops_of_step(config, mesh_shape):
 @pytest.mark.parametrize("mesh_shape", [(1, 1, 1, 1), (2, 8, 1, 4)])
 @pytest.mark.parametrize("switches", [{}, SWITCHES], ids=("gemma", "switched"))
 def test_without_remat_no_matmul_of_a_step_is_computed_twice_on_any_mesh(mesh_shape, switches):
-    """Of short sequences: a flash attention's backward pass computes its scores again."""
-    config = default_config()
-    config.model.update(gemma_2b().to_dict())
-    config.model.update(num_layers=2, dtype="bfloat16", remat="none", attention="xla", **switches)
-    config.batch_size = 64
-    config.data.seq_len = 128
-    model_flops = 64 * 128 * flops.model_flops_per_token(config.model, 128)
-    assert 1 <= flops_of_step(config, mesh_shape) / model_flops <= 1.01
+    """In short sequences: a flash attention's backward pass computes its scores again."""
+    fields = {"num_layers": 2, "dtype": "bfloat16", "remat": "none", "attention": "xla"}
+    model = dataclasses.replace(gemma_2b(), **fields | switches)
+    spec = Spec(batch_size=64, model=model, data=DataSpec(seq_len=128))
+    model_flops = 64 * 128 * flops.model_flops_per_token(model, 128)
+    assert 1 <= flops_of_step(spec, mesh_shape) / model_flops <= 1.01
 
 
 def layer(x, w):
@@ -352,11 +350,10 @@ def test_splash_attention_backward_in_scanned_remat(matmuls, sizes):
 
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_ranks_of_a_split_sequence_share_its_blocks(scan_layers):
-    config = default_config()
-    config.model.update(attention="splash", head_dim=128, num_layers=2, scan_layers=scan_layers)
-    config.batch_size = 2
-    config.data.seq_len = 4096
-    assert flops_of_step(config, (1, 1, 2, 1)) == flops_of_step(config, (1, 1, 1, 1))
+    sizes = {"head_dim": 128, "num_layers": 2}
+    model = ModelSpec(attention="splash", scan_layers=scan_layers, **sizes)
+    spec = Spec(batch_size=2, model=model, data=DataSpec(seq_len=4096))
+    assert flops_of_step(spec, (1, 1, 2, 1)) == flops_of_step(spec, (1, 1, 1, 1))
 
 
 def test_splash_attention_with_a_mask_that_is_not_a_constant_is_an_error():

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from support.commands import CONFIG, ROOT, needs_cuda, needs_libtpu
 
-from prope.config import default_config
 from prope.cost.plan import _does_not_fit, search
 from prope.errors import UsageError, to_user_error
 from prope.runtime import xla_flags
+from prope.spec.run import Spec
 from prope.step import ASYNC_FUSION, compiler_options
 
 pytestmark = pytest.mark.optimized  # the compilers of TPUs and GPUs read that setting as well
@@ -28,7 +28,7 @@ SMALL = (
     "--config.data.seq_len=1024",
     "--config.data.tokenizer=none.model",
 )
-LAYERS = default_config().model.num_layers // 2  # layers of the tiny size
+LAYERS = Spec().model.num_layers // 2  # layers of the tiny size
 HEAD = 25_600 * 256
 
 
@@ -129,12 +129,10 @@ def test_when_collectives_run_beside_matmuls(
     platform, _, without_splash = platform.partition(" ")
     devices = np.full(list(shape.values()), types.SimpleNamespace(platform=platform))
     mesh = types.SimpleNamespace(shape=shape, devices=devices, size=devices.size)
-    config = default_config()
-    config.model.embed_dim = embed_dim
-    config.model.attention = "xla" if without_splash else "splash"
-    config.mesh.gather = gather
+    attention = "xla" if without_splash else "splash"
+    fields = {"model.embed_dim": embed_dim, "model.attention": attention, "mesh.gather": gather}
     options = {} if expected is None else {ASYNC_FUSION: expected}
-    assert compiler_options(config, mesh) == options
+    assert compiler_options(Spec().replace(fields), mesh) == options
 
 
 @pytest.mark.slow
@@ -299,15 +297,15 @@ LARGE_SHAPES = """
 import json, sys
 from support.compiled import array_shapes
 from prope import step
-from prope.config import default_config
 from prope.cost.topology import find_devices
-config = default_config()
-config.model.update(num_layers=2, num_heads=4, head_dim=128, vocab_size=25600)
-config.model.update(dtype="bfloat16", remat="full", attention=sys.argv[1])
-config.batch_size = 4
-config.data.seq_len = 2048
-config, mesh, optimizer, state = step.prepare(config, find_devices("v5e:2x2", 1))
-text = step.compile_step(config, optimizer, mesh, state).as_text()
+from prope.spec.data import DataSpec
+from prope.spec.model import ModelSpec
+from prope.spec.run import Spec
+sizes = dict(num_layers=2, num_heads=4, head_dim=128, vocab_size=25600)
+model = ModelSpec(**sizes, dtype="bfloat16", remat="full", attention=sys.argv[1])
+spec = Spec(batch_size=4, model=model, data=DataSpec(seq_len=2048))
+spec, mesh, optimizer, state = step.prepare(spec, find_devices("v5e:2x2", 1))
+text = step.compile_step(spec, optimizer, mesh, state).as_text()
 print(json.dumps([dims for _, dims in array_shapes(text)]))
 """
 
@@ -366,16 +364,16 @@ def test_the_search_finds_the_largest_batch_that_fits(
     speeds = {"none": 4, "minimal": 3, "save_qkv": 2, "full": 1}
     gathered = dict(zip(("head", "ahead"), sizes, strict=True))
 
-    def compiled(config, *_):
-        remat = config.model.remat
-        rows = config.batch_size // 4
+    def compiled(spec, *_):
+        remat = spec.model.remat
+        rows = spec.batch_size // 4
         size = 10 + rows * bytes_per_row[remat] + jump * (rows > 4) + chunk * min(rows, 2)
-        size += gathered[config.mesh.gather]
+        size += gathered[spec.mesh.gather]
         return {
             "remat": remat,
-            "gather": config.mesh.gather,
-            "xla_flags": {ASYNC_FUSION: config.mesh.gather == "ahead"},
-            "batch_size": config.batch_size,
+            "gather": spec.mesh.gather,
+            "xla_flags": {ASYNC_FUSION: spec.mesh.gather == "ahead"},
+            "batch_size": spec.batch_size,
             "sequences_per_chip": rows,
             "peak_bytes_per_chip": size,
             "hbm_bytes_per_chip": 100,
@@ -385,7 +383,7 @@ def test_the_search_finds_the_largest_batch_that_fits(
         }
 
     monkeypatch.setattr("prope.cost.plan.plan", compiled)
-    result = search(default_config(), "v5e:2x2", [None] * 4, {})
+    result = search(Spec(), "v5e:2x2", [None] * 4, {})
     fitting = dict.fromkeys(largest, 0)
     for row in result["search"]:
         if row["fits"]:

@@ -577,7 +577,7 @@ def test_deepmind_s_gemma_passes_with_float32_angles(gemma_rope):
 
 
 def test_the_command_prints_a_verdict(run_command, start_command, tmp_path):
-    """Of this library's own rotation, which is a port like any other."""
+    """This library's own rotation is a port like any other."""
     name = "proportional_d64_p0.3"
     case = CASES[name]
     d, theta, right = settings(name)

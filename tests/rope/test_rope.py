@@ -9,6 +9,7 @@ import pytest
 from oracles import float64
 from oracles import rotation as oracle
 from support.models import draw_inputs as draw
+from support.models import needs_dtype
 
 from prope import apply_p_rope
 from prope.rope import frequencies, interleaved_to_half_split, num_rotated_pairs
@@ -64,6 +65,7 @@ def test_equals_the_formula_at_random_positions(d, max_wavelength):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_inputs_round_once(dtype):
+    needs_dtype(dtype)
     inputs = jnp.asarray(draw(256, LANDMARKS), dtype)
     rotated = apply_p_rope(inputs, LANDMARKS, 256, rope_percentage=0.75)
     assert rotated.dtype == dtype

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracles import float64
 from oracles import rotation as oracle
-from support.models import draw_inputs
+from support.models import draw_inputs, needs_dtype
 from support.processes import on_eight_devices
 
 from prope import apply_p_rope
@@ -171,6 +171,7 @@ def test_every_transformation_gives_the_rotation(transform, mesh):
 )
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_every_dtype_is_rotated(dtype, transform):
+    needs_dtype(dtype)
     check(transform, dtype, "explicit")
 
 

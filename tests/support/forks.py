@@ -21,8 +21,6 @@ PRELOADED = [
     "jinja2",
     "matplotlib.figure",
     "prope.inference.asking",
-    "prope.inference.evaluation",
-    "prope.inference.generation",
     "prope.train",
 ]
 _context = multiprocessing.get_context("forkserver")

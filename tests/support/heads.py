@@ -8,10 +8,10 @@ import numpy as np
 import oracles
 import pytest
 
-from prope.config import default_config
+from prope import parameters
 from prope.rope import frequencies
-from prope.stack import parameters
-from prope.workdir.run import open_run, read_config
+from prope.spec.run import Spec
+from prope.workdir.run import open_run
 from support.runs import save_run
 
 
@@ -28,9 +28,9 @@ def make_walk(workdir, B=3, T=24):
     """A walk through the layers of a run of `make_run`, on random tokens [B, T]."""
     from prope.analysis.walk import Walk
 
-    config = read_config(workdir)
-    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (B, T))
-    return Walk(config.model, open_run(workdir, 7), tokens.astype(np.int32))
+    run = open_run(workdir, 7)
+    tokens = np.random.default_rng(0).integers(0, run.spec.model.vocab_size, (B, T))
+    return Walk(run, tokens.astype(np.int32))
 
 
 def group_values(tree, place=(), groups=None) -> dict[str, list]:
@@ -125,21 +125,19 @@ def make_known_heads(workdir, p):
     Weights are for p = 0.75. The residual stream has a constant in lane 0, and in lane 1 whether
     the token is a q.
     """
-    config = default_config()
     D = 64
     H = KNOWN_HEAD_DIM
     sizes = {
-        "num_layers": 1,
-        "embed_dim": D,
-        "num_heads": 4,
-        "num_kv_heads": 4,
-        "head_dim": H,
-        "hidden_dim": 8,
-        "vocab_size": 260,
-        "rope_percentage": float(p),
+        "model.num_layers": 1,
+        "model.embed_dim": D,
+        "model.num_heads": 4,
+        "model.num_kv_heads": 4,
+        "model.head_dim": H,
+        "model.hidden_dim": 8,
+        "model.vocab_size": 260,
+        "model.rope_percentage": float(p),
+        "data.seq_len": 256,
     }
-    config.model.update(sizes)
-    config.data.seq_len = 256
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((260, D))
     rows[:, :2] = 0
@@ -158,12 +156,13 @@ def make_known_heads(workdir, p):
     key[2, 1, still] = 10.0
     value = rng.standard_normal((4, D, H)) / 8
     out = rng.standard_normal((4, H, D)) / 8
-    write_decoder(workdir, config, rows, query[None], key[None], value[None], out[None])
+    write_decoder(workdir, sizes, rows, query[None], key[None], value[None], out[None])
 
 
-def write_decoder(workdir, config, rows, query, key, value, out=0):
+def write_decoder(workdir, sizes, rows, query, key, value, out=0):
     """Saves a run with embedding `rows` [V, D] and attention's weights [L, ..]; MLPs are 0."""
-    shapes = parameters.shapes(config.model)
+    spec = Spec().replace(sizes)
+    shapes = parameters.shapes(spec.model)
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
     params["embedder"]["input_embedding"][:] = rows / np.sqrt(rows.shape[1])
     weights = params["layers"]["attn"]
@@ -171,7 +170,7 @@ def write_decoder(workdir, config, rows, query, key, value, out=0):
     weights["kv_einsum"]["w"][:, 0] = key
     weights["kv_einsum"]["w"][:, 1] = value
     weights["attn_vec_einsum"]["w"][:] = out
-    save_run(workdir, config, params)
+    save_run(workdir, spec, params)
 
 
 def head_kinds(analysis) -> list[str]:

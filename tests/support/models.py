@@ -7,16 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
-from ml_collections import FrozenConfigDict
+import pytest
 
-from prope import attention, model
-from prope.config import default_config
-from prope.encodings import layer_frequencies
+from prope import attention, model, parameters
 from prope.kernels.mask import CAUSAL
 from prope.rope import rotation_table
-from prope.stack import parameters
-from prope.stack.layers import layers
+from prope.spec.model import ModelSpec
 from support.bounds import MULTIPLE, assert_equal_but_rounding, measure_rounding
+
+
+def needs_dtype(dtype):
+    """Skips a test where XLA compiles no program of a dtype: float16 on a CPU without F16C."""
+    try:
+        jax.jit(lambda x: (2 * x).astype(dtype))(jnp.ones(64)).block_until_ready()
+    except jax.errors.JaxRuntimeError as error:
+        pytest.skip(f"XLA has no {jnp.dtype(dtype).name} here: {error}")
 
 
 def draw_inputs(d, positions, seed=0, heads=2, dtype=np.float32):
@@ -86,7 +91,7 @@ def check_attention(query, key, value, mask=CAUSAL, multiple=MULTIPLE, cap=None,
     assert_equal_but_rounding(name_results(*actual), expected, movement, multiple)
 
 
-# The switches of config.model that any layers may have, at values that are not the defaults.
+# The switches of a model that any layers may have, at values that are not the defaults.
 SWITCHES = {
     "activation": "silu",
     "norm_epsilon": 0.1,
@@ -161,8 +166,7 @@ E4 = _GEMMA4 | {
 
 
 def small(**fields):
-    """config.model of a model that compiles in a moment."""
-    config = default_config().model
+    """The spec of a model that compiles in a moment."""
     sizes = {
         "num_layers": 3,
         "embed_dim": 32,
@@ -173,22 +177,26 @@ def small(**fields):
         "vocab_size": 50,
         "rope_percentage": 0.75,
     }
-    config.update(sizes | fields)
-    return config
+    return ModelSpec(**sizes | fields)
 
 
-def initial_params(config, seed=0):
-    """The initial parameters of a config.model."""
-    init = functools.partial(model.init, config)
+def frequencies_of(spec, seq_len=None):
+    """The frequencies of every layer, for sequences of this length."""
+    return [layer.frequencies for layer in spec.layers_at(seq_len)]
+
+
+def initial_params(spec, seed=0):
+    """The initial parameters of a model."""
+    init = functools.partial(model.init, spec)
     return jax.jit(init)(jax.random.key(seed))
 
 
-def draw_model(config, B=2, T=12, seed=0):
+def draw_model(spec, B=2, T=12, seed=0):
     """Parameters with no zeros in them, so that every one matters; tokens; positions."""
     rng = np.random.default_rng(seed)
     leaves = {}
-    for path, row in parameters.parameters(config).items():
-        sizes = parameters.axis_sizes(config, path)
+    for path, row in parameters.parameters(spec).items():
+        sizes = parameters.axis_sizes(spec, path)
         fan_in = math.prod(sizes[axis] for axis in row.fan_in)
         scale = 0.1 + row.is_matrix / math.sqrt(fan_in)
         shape = [sizes[axis] for axis in parameters.stacked_axes(path)]
@@ -197,20 +205,20 @@ def draw_model(config, B=2, T=12, seed=0):
             leaf = rng.uniform(0.3, 0.9, shape)
         leaves[path] = jnp.asarray(leaf, jnp.float32)
     params = parameters.nest(leaves)
-    tokens = rng.integers(0, config.vocab_size, (B, T))
+    tokens = rng.integers(0, spec.vocab_size, (B, T))
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     return params, jnp.asarray(tokens, jnp.int32), positions
 
 
-def forward(config, params, tokens, positions, segments=None):
+def forward(spec, params, tokens, positions, segments=None):
     """The logits [B, T, V] of prope's decoder."""
-    return _forward(FrozenConfigDict(config), params, tokens, positions, segments)
+    return _forward(spec, params, tokens, positions, segments)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _forward(config, params, tokens, positions, segments):
-    hidden = model.hidden_states(config, params, tokens, positions, segments)
-    return model.logits(config, params, hidden)
+def _forward(spec, params, tokens, positions, segments):
+    hidden = model.hidden_states(spec, params, tokens, positions, segments)
+    return model.logits(spec, params, hidden)
 
 
 def assert_trees_close(actual, expected, rtol, where=""):
@@ -244,12 +252,11 @@ def layer_params(params, number):
     return jax.tree.map(lambda leaf: leaf[number], params["layers"])
 
 
-def run_layers(config, params, tokens, positions):
+def run_layers(spec, params, tokens, positions):
     """Yields (residual stream after, captured) of every layer."""
-    x = model.embed(config, model.embedding(params), tokens)
-    all_layers = layers(config)
-    run_layer = jax.jit(functools.partial(model.run_layer, config), static_argnames="layer")
-    for number, freqs in enumerate(layer_frequencies(config)):
-        table = rotation_table(positions, freqs)
-        x, captured = run_layer(layer_params(params, number), x, table, layer=all_layers[number])
+    x = model.embed(spec, model.embedding(params), tokens)
+    run_layer = jax.jit(functools.partial(model.run_layer, spec), static_argnames="layer")
+    for layer in spec.layers:
+        table = rotation_table(positions, layer.frequencies)
+        x, captured = run_layer(layer_params(params, layer.number), x, table, layer=layer)
         yield x, captured

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prope.config import default_config, set_layer_percentages
-from prope.runtime.validate import validate
-from prope.stack import parameters
+from prope import parameters
+from prope.config import default_config, resolve, set_layer_percentages
+from prope.spec.run import Spec
 from prope.step import prepare
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.hashes import hash_arrays
@@ -27,7 +27,7 @@ SIZES = {
 
 
 def make_run(workdir, p=0.75, tokenizer="byte", **sizes):
-    """Saves a run with random weights, in which every number matters: (config, params)."""
+    """Saves a run with random weights, in which every number matters: (spec, params)."""
     config = default_config()
     config.model.update(SIZES | sizes)
     if isinstance(p, tuple):
@@ -35,12 +35,12 @@ def make_run(workdir, p=0.75, tokenizer="byte", **sizes):
     else:
         config.model.rope_percentage = float(p)
     config.data.update({"seq_len": 128, "tokenizer": str(tokenizer)})
-    validate(config)
+    spec = resolve(config)
     rng = np.random.default_rng(0)
 
     def draw(path, leaf):
         # As large as initial weights: float32 angles blur sharper scores.
-        scale = 1 / np.sqrt(config.model.embed_dim)
+        scale = 1 / np.sqrt(spec.model.embed_dim)
         if path[-1].key == "scale":
             scale = 0.3
         if path[-1].key == "input_embedding" or path[0].key == "head":
@@ -49,16 +49,21 @@ def make_run(workdir, p=0.75, tokenizer="byte", **sizes):
             return jnp.asarray(rng.uniform(0.3, 0.9, leaf.shape), jnp.float32)
         return jnp.asarray(scale * rng.standard_normal(leaf.shape), jnp.float32)
 
-    shapes = parameters.shapes(config.model)
+    shapes = parameters.shapes(spec.model)
     params = jax.tree_util.tree_map_with_path(draw, shapes)
-    save_run(workdir, config, params, step=7)
-    return config, params
+    save_run(workdir, spec, params, step=7)
+    return spec, params
+
+
+def as_spec(config):
+    """The spec of a config; a spec is its own."""
+    return config if isinstance(config, Spec) else resolve(config)
 
 
 def save_run(workdir, config, params, step=1):
     """Saves parameters as training saves them."""
     workdir.mkdir(parents=True)
-    write_config(workdir, config)
+    write_config(workdir, as_spec(config))
     save_checkpoints(workdir, config, {step: params})
 
 
@@ -68,7 +73,7 @@ def save_checkpoints(workdir, config, params_by_step):
     with Checkpoints(workdir) as checkpoints:
         for step, params in params_by_step.items():
             params = jax.tree.map(jnp.asarray, params)
-            identity = {"config": config.to_dict(), "init_hash": hash_arrays(params)}
+            identity = {"config": as_spec(config).to_dict(), "init_hash": hash_arrays(params)}
             checkpoints.save(step, params, opt_state, identity, {"examples": 0})
 
 
@@ -81,10 +86,11 @@ def restore_training(config, folder, init_from=None):
     from prope.train import start_or_resume
     from prope.workdir.source import open_source
 
-    prepared = prepare(config, jax.devices())
+    spec = as_spec(config)
+    prepared = prepare(spec, jax.devices())
     with Checkpoints(folder) as checkpoints:
-        source = open_source(config, folder, init_from)
-        state = start_or_resume(config, checkpoints, source, prepared, NO_WINDOWS)
+        source = open_source(spec, folder, init_from)
+        state = start_or_resume(spec, checkpoints, source, prepared, NO_WINDOWS)
     return state.step, hash_arrays(state.params), hash_arrays(state.opt_state)
 
 
@@ -100,21 +106,19 @@ def letter_documents() -> list[str]:
 
 def edit_run(workdir, base, **fields) -> None:
     """Gives a run the text of `base`, other values of its config, and two checkpoints."""
-    config = read_config(workdir)
     data = {
-        "dataset": "files",
-        "data_dir": str(base / "text"),
-        "cache_dir": str(base / "cache"),
-        "seq_len": 64,
-        "validation_fraction": 0.3,
+        "data.dataset": "files",
+        "data.data_dir": str(base / "text"),
+        "data.cache_dir": str(base / "cache"),
+        "data.seq_len": 64,
+        "data.validation_fraction": 0.3,
     }
-    config.data.update(data)
-    config.update_from_flattened_dict(fields)
+    spec = read_config(workdir).replace(data | fields)
     params = open_run(workdir).params()
     shutil.rmtree(workdir / "checkpoints")
-    write_config(workdir, config)
+    write_config(workdir, spec)
     others = jax.tree.map(lambda leaf: leaf * 0.9, params)
-    save_checkpoints(workdir, config, {7: params, 9: others})
+    save_checkpoints(workdir, spec, {7: params, 9: others})
 
 
 def evaluate_run(workdir, **flags) -> list[dict]:

@@ -7,8 +7,8 @@ import math
 import jax
 import numpy as np
 
-from prope.config import default_config
-from prope.stack import parameters
+from prope import parameters
+from prope.spec.run import Spec
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.run import write_config
 from support.text import write_lines
@@ -94,16 +94,15 @@ def write_sweep(directory):
 
 def _write_sweep_run(workdir, p, seed, rng):
     workdir.mkdir()
-    config = default_config()
     fields = {"model.rope_percentage": p, "seed": seed, "num_steps": 10}
-    config.update_from_flattened_dict(fields)
-    config.model.update({"num_layers": 1, "embed_dim": 8, "num_heads": 1, "hidden_dim": 8})
-    config.data.tokenizer = "<b>.model"
-    write_config(workdir, config)
-    shapes = parameters.shapes(config.model)
+    sizes = {"num_layers": 1, "embed_dim": 8, "num_heads": 1, "hidden_dim": 8}
+    fields |= {f"model.{name}": size for name, size in sizes.items()}
+    spec = Spec().replace(fields | {"data.tokenizer": "<b>.model"})
+    write_config(workdir, spec)
+    shapes = parameters.shapes(spec.model)
     with Checkpoints(workdir) as checkpoints:
         state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-        identity = {"config": config.to_dict(), "init_hash": f"{seed:016x}"}
+        identity = {"config": spec.to_dict(), "init_hash": f"{seed:016x}"}
         checkpoints.save(10, state, state, identity, {"examples": 0})
     metrics = []
     for step in SWEEP_STEPS:

@@ -7,8 +7,8 @@ import re
 
 import numpy as np
 
-from prope.config import default_config
 from prope.data.sources.base import check_bad_rows
+from prope.spec.data import DataSpec
 from support.commands import refusal
 
 WIKIPEDIA = "wikipedia/20230601.en"
@@ -85,11 +85,9 @@ def write_dataset(folder, kind, texts):
 
 
 def data_config(tmp_path, dataset="python_docs", data_dir="", **fields):
-    """config.data of a dataset, with a cache below tmp_path."""
-    config = default_config().data
+    """The spec of a dataset, with a cache below tmp_path."""
     places = {"data_dir": str(data_dir), "cache_dir": str(tmp_path / "cache")}
-    config.update({"dataset": dataset} | places | fields)
-    return config
+    return DataSpec(dataset=dataset, **places | fields)
 
 
 def is_validation(text, fraction=0.05):
@@ -120,11 +118,11 @@ def documents_of(store, split):
     return [ByteTokenizer().decode(document) for document in documents]
 
 
-def data_refused(config, says, vocab_size=260):
-    """Asserts that a store of a config.data is refused in one line, which a pattern finds."""
+def data_refused(data, says, vocab_size=260):
+    """Asserts that a store of a dataset is refused in one line, which a pattern finds."""
     from prope.data.store.build import open_store
 
-    message = refusal(open_store, config, vocab_size)
+    message = refusal(open_store, data, vocab_size)
     assert re.search(says, message), message
 
 

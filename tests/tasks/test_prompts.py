@@ -11,11 +11,11 @@ from scipy import stats
 from support.solvers import solve_compact, solve_prose
 from support.text import refusal
 
-from prope.config import GENERATED
 from prope.data.tasks.draws import LETTERS, Draw
 from prope.data.tasks.retrieval import DEPTHS
 from prope.data.tasks.tasks import TASKS, VARIANTS, make_prompt, split_name
-from prope.inference.trials import guess
+from prope.inference.trials import chances_without_retrieval
+from prope.spec.data import GENERATED
 
 UNITS = 60
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name not in TASKS]
@@ -176,7 +176,7 @@ def test_guesses_are_of_the_answers_that_a_reader_meets(task, prose, removed):
                 expected["uniform"] = 1 / len({*met})
             expected["first"] = met[0] == right
             expected["last"] = met[-1] == right
-        assert guess(prompt.text, answers) == expected, prompt
+        assert chances_without_retrieval(prompt.text, answers) == expected, prompt
 
 
 @pytest.mark.parametrize(("task", "others"), [("niah", 3), ("chain", 1)])
@@ -186,7 +186,7 @@ def test_the_first_and_the_last_value_are_right_as_the_others_fall_beside(task, 
     probabilities = {"first": (1 - depth) ** others, "last": depth**others}
     hits = dict.fromkeys(probabilities, 0)
     for prompt in draw_prompts(task, 300, row=depth):
-        chances = guess(prompt.text, candidates(prompt))
+        chances = chances_without_retrieval(prompt.text, candidates(prompt))
         for rule in hits:
             hits[rule] += int(chances[rule])
     for rule, probability in probabilities.items():

@@ -1,5 +1,6 @@
 """Scores of the long-context tasks: against the plain forward pass and greedy decoding; records."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -8,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ml_collections import FrozenConfigDict
 from scipy import stats
 from support.bounds import assert_equal_but_rounding, measure_rounding
 from support.models import ALL_SWITCHES, draw_model, forward
@@ -61,19 +61,18 @@ def make_trials(task, count, T=128, prose=False, tokenizer=None) -> list[trials.
     return made
 
 
-def score(config, params, T, tried):
+def score(spec, params, T, tried):
     ids = ByteTokenizer.vocab_size
-    return trials.score_trials(config, params, T, tried, sharding.make_mesh(), ids)
+    return trials.score_trials(spec, params, T, tried, sharding.make_mesh(), ids)
 
 
 def lively(base):
-    """A run's config and parameters, whose attention outweighs the token itself."""
+    """A run's spec and parameters, whose attention outweighs the token itself."""
     run = open_run(base / "a")
     params = run.params()
     params["layers"]["attn"]["attn_vec_einsum"]["w"] *= 5
     params["layers"]["mlp"]["linear"] *= 5
-    run.config.model.attention = "xla"
-    return run.config, params
+    return run.spec.replace({"model.attention": "xla"}), params
 
 
 # --- Scores -----------------------------------------------------------------------------------
@@ -94,13 +93,13 @@ def test_scores_are_those_of_the_plain_forward_pass(base, monkeypatch, tasks, pr
     """Answers of several lengths, longer than a chunk, and one that the model says, together."""
     monkeypatch.setattr(generation, "_CHUNK", 3)
     trials._make_score.cache_clear()  # which has no chunks among its keys
-    config, params = lively(base)
+    spec, params = lively(base)
     if fields:
-        config.model.update(fields)
-        params, *_ = draw_model(config.model)
+        spec = dataclasses.replace(spec, model=dataclasses.replace(spec.model, **fields))
+        params, *_ = draw_model(spec.model)
     tried = [trial for task in tasks for trial in make_trials(task, 3, T, prose)]
     tokens = jnp.asarray(tried[-1].tokens)[None]
-    logits = forward(config.model, params, tokens, jnp.arange(tokens.shape[1])[None])
+    logits = forward(spec.model, params, tokens, jnp.arange(tokens.shape[1])[None])
     tried[-1].candidates[0] = logits[0, -1, : ByteTokenizer.vocab_size].argmax()
     greedy = {}
 
@@ -110,7 +109,7 @@ def test_scores_are_those_of_the_plain_forward_pass(base, monkeypatch, tasks, pr
         for number, (tokens, candidates, *_) in enumerate(tried):
             rows = [np.pad([*tokens, *answer], (0, T))[: T + 8] for answer in candidates]
             positions = jnp.tile(jnp.arange(T + 8), (len(rows), 1))
-            logits = forward(config.model, params, jnp.asarray(rows), positions)
+            logits = forward(spec.model, params, jnp.asarray(rows), positions)
             logits = np.asarray(logits, np.float64)[:, len(tokens) - 1 :][:, : candidates.shape[1]]
             logprobs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
             said = np.take_along_axis(logprobs, candidates[..., None], axis=-1)[..., 0]
@@ -121,8 +120,8 @@ def test_scores_are_those_of_the_plain_forward_pass(base, monkeypatch, tasks, pr
 
     expected, movement = measure_rounding(read_whole, params)
     for batch_size in (2, 100):
-        config.eval.batch_size = batch_size
-        logprobs, exact = score(config, params, T, tried)
+        batched = spec.replace({"eval.batch_size": batch_size})
+        logprobs, exact = score(batched, params, T, tried)
         assert_equal_but_rounding(logprobs, expected, movement)
         assert exact.tolist() == list(greedy.values())
 
@@ -132,13 +131,13 @@ def test_exact_is_what_greedy_decoding_says(base):
 
     It says no ids that the tokenizer lacks.
     """
-    config, params = lively(base)
+    spec, params = lively(base)
     length = 6
     tried = make_trials("index", 20, 300, prose=True)
     keys = generation.row_keys(0, len(tried))
     ids = ByteTokenizer.vocab_size
     sampling = generation.Sampling(length, 0.0, eos=-1, vocab_size=ids)
-    static = (FrozenConfigDict(config.model), sampling)
+    static = (spec.model, sampling)
     prompts, lengths = generation.pad_prompts([trial.tokens for trial in tried])
     first, cache = generation.prefill(*static, params, prompts, lengths, keys)
     said, _ = generation.decode(*static, params, first, cache, lengths, keys)
@@ -150,7 +149,7 @@ def test_exact_is_what_greedy_decoding_says(base):
         for answer, trial in zip(changed, tried, strict=True):
             candidates = np.stack([answer, trial.candidates[1]])
             asked.append(trial._replace(candidates=candidates))
-        _, exact = score(config, params, 320, asked)
+        _, exact = score(spec, params, 320, asked)
         assert (exact == (place is None)).all()
 
 
@@ -254,8 +253,8 @@ def test_records_are_reused(run, monkeypatch):
 
 
 def open_prompts(base, task="niah", T=600, **flags):
-    config = open_run(base / "a").config
-    return asking.Prompts(task, T, config, AskOptions(str(base / "a"), **flags))
+    spec = open_run(base / "a").spec
+    return asking.Prompts(task, T, spec, AskOptions(str(base / "a"), **flags))
 
 
 def test_controls(base):

@@ -12,8 +12,10 @@ from support.runs import save_checkpoints
 from support.sweeps import draw_picture
 from support.text import refusal, write_lines
 
-from prope.config import default_config
 from prope.inference.asking import RECORDS
+from prope.spec.data import DataSpec
+from prope.spec.model import ModelSpec
+from prope.spec.run import Spec
 from prope.sweep import maps, runs
 from prope.sweep.page import report_sweep
 from prope.sweep.run_page import report_run
@@ -66,14 +68,11 @@ def sweep(tmp_path_factory):
         for seed in (0, 1):
             workdir = directory / f"rope_percentage={p:g},seed={seed}"
             workdir.mkdir()
-            config = default_config()
-            config.model.rope_percentage = p
-            config.seed = seed
-            config.num_steps = 10
-            config.data.seq_len = TRAINED
-            config.model.update({"num_layers": 1, "embed_dim": 8, "num_heads": 1, "hidden_dim": 8})
-            write_config(workdir, config)
-            save_checkpoints(workdir, config, {10: draw_model(config.model, seed=seed)[0]})
+            sizes = {"num_layers": 1, "embed_dim": 8, "num_heads": 1, "hidden_dim": 8}
+            model = ModelSpec(rope_percentage=p, **sizes)
+            spec = Spec(seed=seed, num_steps=10, model=model, data=DataSpec(seq_len=TRAINED))
+            write_config(workdir, spec)
+            save_checkpoints(workdir, spec, {10: draw_model(spec.model, seed=seed)[0]})
             records = [ask(p, seed, length) for length in LENGTHS]
             not_drawn = records[0] | {"accuracy": 0.0, "cells": []}
             for other in ({"control": "removed"}, {"encoding": "yarn"}, {"step": 5}):

@@ -15,7 +15,6 @@ from support.solvers import solve_compact
 from support.text import refusal
 
 from prope import sharding
-from prope.config import GENERATED, default_config
 from prope.data.mixture import open_text, open_windows
 from prope.data.store.build import prepare
 from prope.data.tasks import synthetic
@@ -23,7 +22,8 @@ from prope.data.tasks.tasks import TASKS, split_name
 from prope.data.tokenizer import GEMMA_IDS, ByteTokenizer
 from prope.data.windows import train_batch
 from prope.inference.losses import LossEvaluation
-from prope.runtime.validate import validate
+from prope.spec.data import GENERATED, DataSpec
+from prope.spec.run import Spec
 
 decode = ByteTokenizer().decode
 KINDS = {"copy": {"copy"}, "recall": {"recall"}, "mix": {"copy", "recall"}}
@@ -32,10 +32,7 @@ MIXED = ("synthetic/mix", "longcontext/mix")
 
 
 def data_of(dataset, T=128, **fields):
-    config = default_config()
-    config.data.update({"dataset": dataset, "seq_len": T} | fields)
-    validate(config)
-    return config.data
+    return DataSpec(**{"dataset": dataset, "seq_len": T} | fields)
 
 
 def windows(dataset, T=128, split="train", **fields):
@@ -271,9 +268,7 @@ def test_shares_beside_text_are_those_of_the_loss(mixture):
         weights = windows(f"longcontext/{task}").read(range(100))["weights"]
         shares.append(0.25 * weights.mean())
     np.testing.assert_allclose(mixed.shares, shares / np.sum(shares), rtol=0.2)
-    config = default_config()
-    config.data = mixture
-    assert prepare(config)["fingerprint"] == mixed.store.fingerprint
+    assert prepare(Spec(data=mixture))["fingerprint"] == mixed.store.fingerprint
     held_out = open_windows(mixture, 260, "validation")
     assert held_out.count == 1024 + held_out.sources[0].count
     assert held_out.read([held_out.count - 1])["weights"].any()
@@ -313,21 +308,21 @@ def test_accuracy_by_distance_counts_right_answers():
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [3, 100])
 def test_an_evaluation_counts_the_answers_that_score_highest(tmp_path, batch_size):
-    config, params = make_run(tmp_path / "run")
+    spec, params = make_run(tmp_path / "run")
     # Letters and values are likely, so that some answers are right.
     ids = jnp.arange(300)
     scale = jnp.where((ids >= 8) & (ids < 24), 1, 0.1)
     params["embedder"]["input_embedding"] *= scale[:, None]
-    config.data.update({"dataset": "synthetic/mix", "seq_len": 64})
-    config.eval.update({"batch_size": batch_size, "max_windows": 7})
+    fields = {"data.dataset": "synthetic/mix", "data.seq_len": 64}
+    spec = spec.replace(fields | {"eval.batch_size": batch_size, "eval.max_windows": 7})
     generated = windows("synthetic/mix", 64, "validation")
-    record = LossEvaluation(config, generated).evaluate(params, sharding.make_mesh())
+    record = LossEvaluation(spec, generated).evaluate(params, sharding.make_mesh())
     right = []
     losses = []
     for index in range(7):
         stream = generated.window(index * 512 // 7).stream
         tokens = jnp.asarray(stream[None, :-1])
-        logits = forward(config.model, params, tokens, jnp.arange(64)[None])
+        logits = forward(spec.model, params, tokens, jnp.arange(64)[None])
         logits = np.asarray(logits, np.float64)
         for place in solve(words(stream[:-1])):
             scores = logits[0, place]

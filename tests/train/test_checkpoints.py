@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import pytest
 from etils import epath
 from gcsfs.retry import HttpError
+from prope.stack import parameters
+from prope.stack.parameters import TABLE
 from support.commands import ROOT, finish, losses
 from support.models import same
 from support.runs import NO_WINDOWS, make_run, restore_training, save_checkpoints
@@ -21,8 +23,6 @@ from prope import train as train_lib
 from prope.errors import RunFailed, UsageError
 from prope.hf import exporter
 from prope.optimizer import make_optimizer
-from prope.stack import parameters
-from prope.stack.parameters import TABLE
 from prope.step import init_state, prepare
 from prope.workdir import checkpoints as checkpoints_lib
 from prope.workdir.checkpoints import Checkpoints, save_imported

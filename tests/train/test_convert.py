@@ -10,6 +10,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from prope.runtime.validate import validate
 from support.commands import ROOT, logged
 from support.models import same, small
 from support.runs import NO_WINDOWS, make_run
@@ -18,7 +19,6 @@ from support.text import articles, read_lines, write_lines
 from prope.config import LEFT, default_config, from_dict
 from prope.errors import UsageError
 from prope.hf.importer import import_run, set_training
-from prope.runtime.validate import validate
 from prope.step import prepare
 from prope.sweep.grid import read_grids
 from prope.sweep.recovery import compare, recoveries

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from oracles import adafactor, adamw, lion
 from oracles import learning_rate as expected_rate
+from prope.stack import parameters
 from support.models import ALL_SWITCHES, DENSE4, E4, leaves_by_path, small
 
 from prope.config import default_config
 from prope.optimizer import keep_unless, learning_rate, make_optimizer
-from prope.stack import parameters
 
 
 def make_config(**fields):

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from prope.runtime.session import Session
 from support.commands import ROOT
 from support.heads import make_walk
 from support.runs import evaluate_run, make_run
@@ -26,7 +27,6 @@ from prope.config import default_config
 from prope.data.store import workers
 from prope.hf import exporter
 from prope.runtime import interrupts, memory, processes, progress, startup, watchdog
-from prope.runtime.session import Session
 from prope.workdir import metrics
 
 

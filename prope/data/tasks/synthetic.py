@@ -15,9 +15,9 @@ uniformly on a logarithmic scale, as far as free slots allow.
 
 import numpy as np
 
-from prope.config import GENERATED
 from prope.data.tasks.draws import Key, Window, log_uniform, make_rng, window_without_answers
 from prope.data.tokenizer import GEMMA_IDS
+from prope.spec.data import GENERATED
 
 NAMES = GENERATED["synthetic"]
 OFFSETS = (1, 2, 3, 4)  # k of copy

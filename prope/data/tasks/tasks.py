@@ -1,20 +1,20 @@
 """The eight long-context tasks: longcontext/NAME; longcontext/mix draws one for each window.
 
 To add one: a function that draws prompts, one that draws training windows, and a line in TASKS;
-README.md shows how. `prope.config.GENERATED` lists the names that a config may have.
+README.md shows how. `prope.spec.data.GENERATED` lists the names that a config may have.
 """
 
 from collections.abc import Callable
 
 import numpy as np
 
-from prope.config import GENERATED
 from prope.data.tasks import texts
 from prope.data.tasks.draws import Draw, Key, Prompt, Window, window_without_answers
 from prope.data.tasks.retrieval import Retrieval, pairs, symbols_after_mark
 from prope.data.tasks.texts import Task
 from prope.data.tokenizer import ByteTokenizer
 from prope.errors import nearest, usage_error
+from prope.spec.data import GENERATED
 
 FORMAT = 1  # version of the rules by which prompts are drawn
 VARIANTS = [name for name in GENERATED["longcontext"] if name != "mix"]  # NAME and NAME-N

@@ -12,13 +12,13 @@ import zlib
 from collections.abc import Iterator
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from prope.data.batch import Batch, padding
 from prope.data.store.arrays import COUNTS, SPLITS, Store, fingerprint_of
 from prope.data.tasks import synthetic, tasks
 from prope.data.tasks.draws import Window
 from prope.errors import usage_error
+from prope.spec.data import DataSpec
 
 # config.data.dataset=FAMILY/TASK: the module of FAMILY has NAMES, VOCABULARY, draw_window, text_of.
 _FAMILIES = {"synthetic": synthetic, "longcontext": tasks}
@@ -36,7 +36,7 @@ class GeneratedWindows:
     In `store.index` an answer counts as one byte.
     """
 
-    def __init__(self, data: ConfigDict, vocab_size: int, split: str):
+    def __init__(self, data: DataSpec, vocab_size: int, split: str):
         family, self.task = data.dataset.split("/")
         self._tasks = _FAMILIES[family]
         ids = self._tasks.VOCABULARY
@@ -105,7 +105,7 @@ class GeneratedWindows:
     def accuracy(self, indices, correct: np.ndarray) -> dict:
         """Returns `accuracy` and `accuracy_by_distance`: of copy by distance, else by octave.
 
-        `correct`, bool [B, T], tells for the windows `indices`, [B], whether the target has the
+        `correct`, bool [B, T], is whether each target of the windows `indices`, [B], has the
         highest score.
         """
         windows = [self.window(int(index)) for index in indices]
