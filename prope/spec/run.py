@@ -280,27 +280,28 @@ def may_change(name: str) -> bool:
     return FIELDS[name].metadata["may_change"]
 
 
-def differences(spec: Spec, other: Spec) -> list[str]:
-    """Lists the fields that make two specs different runs, as 'seed: 0, not 1'."""
-    ours = _identity(spec)
-    theirs = _identity(other)
+def differences(fields: dict[str, Any], others: dict[str, Any]) -> list[str]:
+    """Lists the fields, by dotted name, that make two runs different, as 'seed: 0, not 1'."""
+    ours = _identity(fields)
+    theirs = _identity(others)
     differing = [name for name in ours if ours[name] != theirs[name]]
     return [f"{name}: {theirs[name]}, not {ours[name]}" for name in differing]
 
 
-def _identity(spec: Spec) -> dict[str, Any]:
+def _identity(fields: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields without those that may change, in a mixture's sources too.
 
     A tokenizer counts by its name: a run may be moved, and its tokens have a fingerprint.
     """
-    fields = spec.flat()
-    fields["data.tokenizer"] = os.path.basename(fields["data.tokenizer"].rstrip("/"))
-    fields["data.mixture"] = [
-        {
-            key: value
-            for key, value in source.items()
-            if key == "weight" or not may_change(f"data.{key}")
-        }
+    sources = [
+        {key: value for key, value in source.items() if not _is_place(key)}
         for source in fields["data.mixture"]
     ]
+    tokenizer = os.path.basename(fields["data.tokenizer"].rstrip("/"))
+    fields = fields | {"data.tokenizer": tokenizer, "data.mixture": sources}
     return {name: value for name, value in fields.items() if not may_change(name)}
+
+
+def _is_place(key: str) -> bool:
+    """Returns whether a field of a source says only where it lies."""
+    return key != "weight" and may_change(f"data.{key}")

@@ -12,9 +12,9 @@ from support.heads import analysis_options
 from support.runs import make_run
 
 from prope.analysis import analysis
-from prope.html import drawing
-from prope.sweep.page import report_sweep
-from prope.sweep.run_page import report_run
+from prope.pages import drawing
+from prope.pages.run import report_run
+from prope.pages.sweep import report_sweep
 
 pytestmark = [
     pytest.mark.slow,

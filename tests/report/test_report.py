@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import html
+import itertools
 import json
 import math
 import pathlib
@@ -24,13 +25,15 @@ from support.text import read_lines, write_lines
 
 from prope.config import default_config
 from prope.errors import UsageError
-from prope.html import drawing
 from prope.inference import paired
 from prope.inference.statistics import average_seeds
 from prope.inference.statistics import deviation as deviation_of
-from prope.sweep import comparisons, context, interventions, pictures, run_page, runs
-from prope.sweep import page as sweep_page
-from prope.sweep.run_page import report_run
+from prope.pages import drawing
+from prope.pages import sweep as sweep_page
+from prope.pages.curves import loss_picture, pictures
+from prope.pages.run import encoding_picture, report_run
+from prope.sweep import comparisons, context, curves, runs
+from prope.sweep.interventions import list_changes
 
 
 @pytest.fixture
@@ -100,7 +103,7 @@ def read_rows(sweep) -> tuple[list[runs.Run], list[dict]]:
 
 
 def pictures_by_name(sweep) -> dict[str, drawing.Picture]:
-    return {picture.name: picture for picture in pictures.pictures(*read_rows(sweep))}
+    return {picture.name: picture for picture in pictures(*read_rows(sweep))}
 
 
 def lines_of(picture) -> list[list[tuple[list, list]]]:
@@ -315,12 +318,12 @@ def test_the_loss_of_a_run_is_drawn_on_the_same_windows_at_every_step(sweep):
     add_records(run_folder(sweep, 0), fuller)
     run, *_ = runs.read_sweep(sweep)
     alone = dataclasses.replace(run, evaluations=[*run.evaluations, *run.dropped])
-    (axes,) = draw_picture(pictures.loss_picture(alone)).axes
+    (axes,) = draw_picture(loss_picture(alone)).axes
     assert len(alone.evaluations) > len(run.evaluations)
     assert axes.lines[1].get_ydata()[-1] == plain["loss"]
-    assert f"{plain['loss']:.4f} at step 10" in pictures.loss_picture(alone).alt
+    assert f"{plain['loss']:.4f} at step 10" in loss_picture(alone).alt
     unlike = [record | {"max_windows": 999} for record in run.evaluations]
-    picture = pictures.loss_picture(dataclasses.replace(run, evaluations=unlike))
+    picture = loss_picture(dataclasses.replace(run, evaluations=unlike))
     assert len(draw_picture(picture).axes[0].lines) == 1, "none of the windows of training"
 
 
@@ -329,7 +332,7 @@ def test_bands_are_compared_with_evaluations_that_other_runs_lack(sweep):
     plain = final(sweep, 0, 0) | {"windows": 999, "max_windows": 999}
     stopped = plain | {"encoding": "stop:0-3", "factor": 1.0, "loss": plain["loss"] + 0.5}
     add_records(run_folder(sweep, 0), plain, stopped)
-    (change,) = interventions.changes(runs.read_sweep(sweep))
+    (change,) = list_changes(runs.read_sweep(sweep))
     assert change.difference.difference == pytest.approx(0.5)
 
 
@@ -428,7 +431,7 @@ def test_the_encoding_of_a_run_is_drawn_by_kind_of_layer():
     model = {"num_layers": 3, "head_dim": 16, "max_wavelength": 10_000.0, "rope_percentage": 0.5}
     windows = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 8}
     config.model.update(model | windows | {"local_rope_percentage": 1.0})
-    picture = run_page.encoding_picture(SimpleNamespace(config=config))
+    picture = encoding_picture(SimpleNamespace(config=config))
     axes = draw_picture(picture).axes[0]
     *curves, once = axes.lines
     rotate = [8, 4]
@@ -666,19 +669,27 @@ def test_declared_contrasts_are_corrected_for_their_number(sweep, monkeypatch):
     result = sweep_page.report_sweep(sweep, contrasts=["p=0,p=0.25"])
     losses = {p: finals(sweep, p) for p in PERCENTAGES}
     p_values = []
+    sign_flips = []
     contrasts = [(0.25, 1.0), (0.0, 0.25)]
     for (first, second), contrast in zip(contrasts, result["contrasts"], strict=True):
         test = stats.ttest_rel(losses[first], losses[second])
         assert contrast["difference"] == pytest.approx(np.mean(losses[first] - losses[second]))
         assert contrast["interval"] == pytest.approx(tuple(test.confidence_interval(0.975)))
         p_values.append(test.pvalue)
-    expected = [min(1, max(2 * min(p_values), p)) for p in p_values]
+        differences = losses[first] - losses[second]
+        signed = [differences @ signs for signs in itertools.product((1, -1), repeat=2)]
+        sign_flips.append(np.mean(np.abs(signed) >= abs(differences.sum()) - 1e-12))
+    expected, flipped = (
+        [min(1, max(2 * min(found), p)) for p in found] for found in (p_values, sign_flips)
+    )
     assert [one["p_value"] for one in result["contrasts"]] == pytest.approx(expected)
+    assert [one["sign_flip_p_value"] for one in result["contrasts"]] == pytest.approx(flipped)
     page = Page(sweep / "report" / "index.html")
     rows = table_with(page, "contrast")
     assert column(rows, 0) == ["p = 0.25 minus p = 1", "p = 0 minus p = 0.25"]
     assert column(rows, 4) == [f"{p:.2g}" for p in expected]
-    assert column(rows, 5) == ["when 6 runs had a result"] * 2
+    assert column(rows, 5) == [f"{p:.2g}" for p in flipped]
+    assert column(rows, 6) == ["when 6 runs had a result"] * 2
 
 
 def lose_evaluation(folder):
@@ -721,7 +732,7 @@ def test_a_picture_of_means_over_different_seeds_says_so(sweep, name):
     for is_lost in (False, True):
         if is_lost:
             shutil.rmtree(run_folder(sweep, 0.25, 1))
-        drawn = {picture.name: picture for picture in pictures.pictures(*read_rows(sweep))}
+        drawn = {picture.name: picture for picture in pictures(*read_rows(sweep))}
         means, *_ = draw_picture(drawn[name]).axes
         assert ("different seeds" in means.get_title()) == is_lost
         joined = any(line.get_linestyle() == "-" for line in means.lines)
@@ -966,7 +977,7 @@ def test_positions_in_long_windows_are_put_together_by_octaves():
     others = [{"seq_len": 16_384}, {"seq_len": 256, "by_position": buckets[:1]}]
     longest = {"seq_len": 8192, "by_position": buckets}
     shorter = {"seq_len": 512, "by_position": buckets[1:2]}
-    assert pictures.by_octave(stand_in([shorter, longest, *others])) == pytest.approx(
+    assert curves.by_octave(stand_in([shorter, longest, *others])) == pytest.approx(
         {
             512: 0,
             1536: 1024,
@@ -974,7 +985,7 @@ def test_positions_in_long_windows_are_put_together_by_octaves():
             6144: (5 * 4096 + 6 * 5120 + 7 * 6144 + 8 * 7168) / 26,
         }
     )
-    assert pictures.by_octave(stand_in(others)) == {}
+    assert curves.by_octave(stand_in(others)) == {}
 
 
 def test_lengths_are_compared_on_the_fullest_text_that_has_several():
@@ -991,8 +1002,8 @@ def test_lengths_are_compared_on_the_fullest_text_that_has_several():
     trained_on = {"split": "train", "fingerprint": "trained on", "loss": 0.0}
     seen = [trained_on | {"seq_len": seq_len} for seq_len in (256, 512, 1024)]
     by_length = {256: "full, 256", 512: "full, 512"}
-    assert pictures.by_length(stand_in(evaluations + seen)) == by_length
+    assert curves.by_length(stand_in(evaluations + seen)) == by_length
     imported = stand_in([one | {"dataset": "files"} for one in evaluations])
     imported.metrics = []
-    assert pictures.by_length(imported) == by_length, "an import has no data of its own"
-    assert pictures.by_length(stand_in(evaluations[:1])) == {}
+    assert curves.by_length(imported) == by_length, "an import has no data of its own"
+    assert curves.by_length(stand_in(evaluations[:1])) == {}

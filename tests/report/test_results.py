@@ -13,7 +13,7 @@ from support.text import read_lines
 
 from prope.inference.paired import paired_difference
 from prope.inference.statistics import average_seeds
-from prope.sweep.page import report_sweep
+from prope.pages.sweep import report_sweep
 
 RESULTS = ROOT / "configs/results"
 

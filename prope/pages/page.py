@@ -2,6 +2,7 @@
 
 import base64
 import math
+import os
 import pathlib
 import re
 
@@ -9,7 +10,8 @@ import jinja2
 from etils import epath
 from markupsafe import Markup
 
-from prope.html.drawing import Picture, escape_invisible
+from prope.pages.drawing import Picture, escape_invisible
+from prope.runtime.files import absolute, is_url
 
 _FOLDER = pathlib.Path(__file__).parent
 
@@ -17,7 +19,7 @@ _FOLDER = pathlib.Path(__file__).parent
 def write(folder: epath.Path, template: str, pictures: list[Picture], **data) -> epath.Path:
     """Writes index.html and its pictures as PNG files into a folder; returns the page's path.
 
-    The template of this name in `prope/html/` gets `pictures`, by name, and `data`, both escaped.
+    The template of this name in `prope/pages/` gets `pictures`, by name, and `data`, both escaped.
     """
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {}
@@ -57,6 +59,13 @@ def _finalize(value):
     if isinstance(value, str) and not isinstance(value, Markup):
         return escape_invisible(value)
     return value
+
+
+def link_to(path: epath.Path, folder: epath.Path) -> str | None:
+    """Returns the address of a page in one in `folder`; None if it is not there."""
+    if is_url(path) != is_url(folder) or not path.exists():
+        return None
+    return os.path.relpath(absolute(path), absolute(folder))
 
 
 def number(value: float | None, form: str = ".4f", error: float | None = None) -> str | Markup:

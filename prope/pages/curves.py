@@ -1,31 +1,29 @@
-"""Draws the loss curve of a run, and the pictures of a sweep.
-
-A curve is a dictionary from x to y. Curves come by group of runs that differ in their seed only,
-and within a group by seed: {"p = 0.25": {0: {10: 5.1, 20: 4.9}}}. Seeds are averaged, and
-differences from RoPE taken seed by seed, so that what runs of one seed have in common (initial
-weights, batches, text) drops out.
-"""
+"""Draws the loss curve of a run, and the curves of a sweep's runs by group."""
 
 import functools
-import itertools
 import math
-import statistics
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import NamedTuple
 
-from prope.html.drawing import TEXT, Picture, escape_invisible, legend, line, panels, styles
-from prope.html.page import number
-from prope.inference.statistics import average_seeds
-from prope.sweep.maps import maps
+from prope.pages.drawing import TEXT, Picture, escape_invisible, legend, line, panels, styles
+from prope.pages.page import number
+from prope.pages.tasks import maps
+from prope.sweep.curves import (
+    Curve,
+    Curves,
+    Means,
+    accuracies,
+    average_curves,
+    by_distance,
+    by_length,
+    by_octave,
+    by_position,
+    by_step,
+    minus_rope,
+    read_curves,
+)
 from prope.sweep.recovery import WITHIN, Recovery, list_evaluations
-from prope.sweep.runs import SEED, P, Run, group_name, groups, have_same_seeds, shown_fields
-from prope.workdir.records import find_evaluation, find_evaluations
-
-Curve = dict[float, float]
-Curves = dict[str, dict[int | None, Curve]]
-Points = dict[float, tuple[float, float | None]]  # mean and error by x
-Means = dict[str, Points]
+from prope.sweep.runs import P, Run, group_name, have_same_seeds
 
 LOSS = "loss (nats per token)"
 VALIDATION = f"validation {LOSS}"
@@ -40,7 +38,7 @@ _MEANS = (
 
 def loss_picture(run: Run) -> Picture | None:
     """Makes a picture of the losses of a run by step; None without logged steps."""
-    config = run.config
+    spec = run.spec
     evaluations = list_evaluations(run)
 
     def draw(figure) -> None:
@@ -52,7 +50,7 @@ def loss_picture(run: Run) -> Picture | None:
         axes.set(
             xlabel="step",
             ylabel=LOSS,
-            title=f"{config.data.dataset}, rope_percentage = {config.model.rope_percentage}",
+            title=f"{spec.data.dataset}, rope_percentage = {spec.model.rope_percentage}",
         )
         axes.locator_params(axis="x", integer=True)
         axes.legend()
@@ -80,80 +78,6 @@ def _draw_validation(axes, evaluations: list[dict]) -> None:
 
 
 # --- Curves ---------------------------------------------------------------------------------------
-
-
-def by_step(run: Run) -> Curve:
-    """Reads the training loss of every logged step."""
-    return {record["step"]: record["loss"] for record in run.metrics}
-
-
-def by_position(run: Run) -> Curve:
-    """Reads the last step's loss by position in the window."""
-    evaluation = run.evaluation or {}
-    return curve_by_bucket_centre(evaluation.get("by_position", []), "loss")
-
-
-def curve_by_bucket_centre(buckets: list[dict], name: str) -> Curve:
-    """Reads a measure by the middle of each bucket of positions or distances."""
-    return {(bucket["from"] + bucket["to"]) / 2: bucket[name] for bucket in buckets}
-
-
-def last_evaluations(run: Run) -> list[dict]:
-    """Selects the last step's evaluations on the data of training, of all window lengths."""
-    records = find_evaluations(run.evaluations, **shown_fields(run))
-    if not run.metrics:
-        return records
-    # Not those of documents trained on.
-    return [record for record in records if record.get("split") in (None, "validation")]
-
-
-def by_length(run: Run) -> Curve:
-    """Reads the last step's loss by window length: on the same text, else at the same max_windows.
-
-    Fewer than two lengths are no curve.
-    """
-    by_text: dict[tuple, Curve] = {}
-    for record in last_evaluations(run):
-        text = record.get("max_windows") or math.inf, record.get("fingerprint")
-        if record["loss"] is not None:
-            by_text.setdefault(text, {})[record["seq_len"]] = record["loss"]
-
-    several = [(text[0], losses) for text, losses in by_text.items() if len(losses) > 1]
-    _, fullest = max(several, key=lambda one: (one[0], len(one[1])), default=(0, {}))
-    return fullest
-
-
-def by_octave(run: Run) -> Curve:
-    """Reads the last step's loss by octave of positions, in windows longer than training's."""
-    trained = run.config.data.seq_len
-    records = [record for record in last_evaluations(run) if record.get("by_position")]
-    longest = max(records, key=itemgetter("seq_len"), default={"seq_len": trained})
-    if longest["seq_len"] <= trained:
-        return {}
-    losses = {}
-    by_octave = itertools.groupby(longest["by_position"], lambda b: b["from"].bit_length())
-    for _, octave in by_octave:
-        buckets = list(octave)
-        middle = (buckets[0]["from"] + buckets[-1]["to"]) / 2
-        tokens = [bucket["tokens"] for bucket in buckets]
-        values = [bucket["loss"] for bucket in buckets]
-        losses[middle] = statistics.fmean(values, weights=tokens)
-    return losses
-
-
-def accuracies(run: Run) -> list[dict]:
-    """Reads the last step's accuracy by task and distance, in the longest windows."""
-    records = find_evaluations(run.evaluations, step=run.last_step)
-    records = [record for record in records if record.get("accuracy_by_distance")]
-    longest = max((record["seq_len"] for record in records), default=None)
-    evaluation = find_evaluation(records, seq_len=longest) or {}
-    return evaluation.get("accuracy_by_distance", [])
-
-
-def by_distance(run: Run, task: str) -> Curve:
-    """Reads the last step's accuracy in a task by the distance from question to answer."""
-    entries = [entry for entry in accuracies(run) if entry["task"] == task]
-    return curve_by_bucket_centre(entries, "accuracy")
 
 
 class Plot(NamedTuple):
@@ -223,47 +147,6 @@ def pictures(
     by_group = read_curves(runs, lambda run: gaps.get(run.name, {}))
     drawn.append(curves_picture(RECOVERY, by_group, {}))
     return [picture for picture in drawn if picture] + maps(runs)
-
-
-def read_curves(runs: list[Run], read: Callable[[Run], Curve]) -> Curves:
-    """Reads the curves of all runs that have any points, by group and seed."""
-    by_group: Curves = {}
-    for name, group in groups(runs).items():
-        for run in group:
-            curve = read(run)
-            if curve:
-                by_group.setdefault(name, {})[run.values.get(SEED)] = curve
-    return by_group
-
-
-def average_curves(by_group: Curves) -> Means:
-    """Averages the curves of each group over seeds, at every x that all of them have.
-
-    A single seed has no standard error; groups without points are left out.
-    """
-    means: Means = {}
-    for group, seeds in by_group.items():
-        curves = list(seeds.values())
-        points: Points = {}
-        for x in sorted(set.intersection(*map(set, curves))):
-            mean, error, *_ = average_seeds([curve[x] for curve in curves])
-            points[x] = (mean, error)
-        if points:
-            means[group] = points
-    return means
-
-
-def minus_rope(by_group: Curves, rope_of: dict) -> Curves:
-    """Subtracts RoPE's curves, seed by seed, from those of every other group."""
-    differences: Curves = {}
-    for group, seeds in by_group.items():
-        rope_seeds = by_group.get(rope_of.get(group), {})
-        for seed in seeds.keys() & rope_seeds.keys():
-            curve = seeds[seed]
-            rope = rope_seeds[seed]
-            shared = {x: curve[x] - rope[x] for x in curve.keys() & rope.keys()}
-            differences.setdefault(group, {})[seed] = shared
-    return differences
 
 
 def curves_picture(plot: Plot, by_group: Curves, rope_of: dict) -> Picture | None:
