@@ -7,7 +7,7 @@ import numpy as np
 
 from prope.encodings import SCALINGS, ntk_wavelength
 from prope.errors import UsageError, usage_error
-from prope.hf.families import Family, positive, read_kinds, rotated_layers, wrong
+from prope.hf.families import Family, positive, read_kinds, read_value, rotated_layers, wrong
 from prope.rope import frequencies, num_rotated_pairs
 from prope.spec.model import FULL, SLIDING, Layer, ModelSpec
 
@@ -115,7 +115,9 @@ def read_rotation(family: Family, values: dict) -> dict:
     main = FULL if FULL in kinds or SLIDING not in by_kind else SLIDING
     model = _read_rope(by_kind[main], values)
     is_scaled = "rope_scaling_type" in model
-    rotated = rotated_layers(family, values)
+    rotated = [True] * len(kinds)
+    if "no_rope_layers" in family.defaults:
+        rotated = rotated_layers(values)
     if SLIDING in kinds and SLIDING in by_kind:
         local = _read_rope(by_kind[SLIDING], values)
         is_scaled = "rope_scaling_type" in local
@@ -141,7 +143,10 @@ def _read_rope(rope: dict, values: dict) -> dict:
     if type(p) not in (int, float) or not 0 <= p <= 1 or (kind != "proportional" and p != 1):
         problem = f"must be a fraction in [0, 1] with rope_type proportional, and 1 with {kind}"
         raise wrong(rope, "partial_rotary_factor", problem)
-    model = {"max_wavelength": float(positive(rope, "rope_theta")), "rope_percentage": float(p)}
+    model = {
+        "max_wavelength": read_value(rope, "rope_theta", positive),
+        "rope_percentage": float(p),
+    }
     if not _is_plain(rope):
         model["rope_scaling_type"] = kind
         model |= {ours: rope[theirs] for theirs, ours in _SCALINGS[kind].items()}
@@ -160,7 +165,7 @@ def _ropes_by_kind(family: Family, values: dict) -> dict[str, dict]:
     if written and not (isinstance(written, dict) and written.keys() <= {FULL, SLIDING}):
         raise wrong(values, "rope_parameters", f"must be an object with {FULL} and {SLIDING}")
     name = "rope_local_base_freq"
-    local_theta = positive(values, name) if family.reads(name) else None
+    local_theta = read_value(values, name, positive) if name in family.defaults else None
     local = values | {"rope_theta": local_theta, "rope_scaling": None}
     return {
         FULL: _rope_parameters(values | {"rope_parameters": written.get(FULL)}),
