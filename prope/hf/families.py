@@ -405,9 +405,9 @@ def _read_activation(family: Family, values: dict) -> dict:
     for ours, theirs in ACTIVATIONS.items():
         if all(name == theirs for name in used.values()):
             return {"activation": ours}
-    problem = f"only {' or '.join(ACTIVATIONS.values())}, the same in all fields"
-    problem += f"; {family.hf_class} reads {read}={json.dumps(used[read])}"
-    raise usage_error(" and ".join(used), json.dumps(list(used.values())), problem)
+    written = " and ".join(f"{name}={json.dumps(value)}" for name, value in used.items())
+    allowed = f"only {' or '.join(ACTIVATIONS.values())}, the same in all fields"
+    raise UsageError(f"{written}: {allowed}; {family.hf_class} reads {read}")
 
 
 def _read_layers(family: Family, values: dict) -> dict:
