@@ -10,22 +10,18 @@ from etils import epath
 
 from prope.errors import UsageError, usage_error
 from prope.hf.families import (
-    ACTIVATIONS,
     FAMILIES,
     MODEL_FIELDS,
-    SIZES,
     changed_fields,
     choose_family,
     fill,
-    read_layers,
-    read_shapes,
-    read_switches,
+    read_fields,
     write_fields,
 )
 from prope.hf.rotation import read_rotation, write_rotations
 from prope.rope import num_rotated_pairs
 from prope.runtime import files
-from prope.spec.model import FULL, ModelSpec
+from prope.spec.model import FULL
 from prope.spec.run import Spec
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id")
@@ -48,22 +44,15 @@ def to_hf(spec: Spec, dtype: str) -> dict:
     ropes = write_rotations(model)
     model_type = choose_family(model, ropes)
     family = FAMILIES[model_type]
-    encoding = write_fields(family, model, ropes)
-    rope = encoding["rope_parameters"]
-    activation = ACTIVATIONS[model.activation]
+    fields = write_fields(family, model, ropes)
+    rope = fields["rope_parameters"]
     values = {
         "architectures": [family.hf_class],
         "model_type": model_type,
-        **{theirs: getattr(model, ours) for theirs, ours in SIZES.items() if hasattr(model, ours)},
         "max_position_embeddings": spec.data.seq_len,
-        "hidden_act": activation,
-        "hidden_activation": activation,
-        "rms_norm_eps": model.norm_epsilon,
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "tie_word_embeddings": model.tied,
-        **encoding,
-        "rope_theta": rope.get("rope_theta", model.max_wavelength),
+        **fields,
         "dtype": dtype,
     }
     rope_of_kind = rope if family.rotates_by_kind else {FULL: rope}
@@ -95,17 +84,17 @@ def from_hf(path: epath.Path) -> tuple[Spec, dict]:
     values, bad_sizes = fill(family, values)
     problems = changed_fields(family, values) + bad_sizes
     fields = {}
-    readers = () if bad_sizes else (read_switches, read_layers, read_shapes, read_rotation)
-    for read in readers:
+    if not bad_sizes:
+        fields, wrong = read_fields(family, values)
+        problems += wrong
         try:
-            fields |= read(family, values)
+            fields |= read_rotation(family, values)
         except UsageError as error:
             problems.append(str(error))
     if problems:
         problems = dict.fromkeys(problems)  # two of them read the kinds of layers
         remedy = "choose a checkpoint without it: prope/hf/README.md says which are imported"
         raise UsageError(f"{path}: {'; '.join(problems)}; {remedy}")
-    fields |= {ours: values[theirs] for theirs, ours in SIZES.items() if hasattr(ModelSpec, ours)}
     dtype = values.get("dtype", values.get("torch_dtype"))
     fields["dtype"] = "bfloat16" if dtype == "bfloat16" else "float32"
     plain = Spec()

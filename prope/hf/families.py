@@ -1,23 +1,81 @@
-"""The families of models in transformers: what their classes compute, for import and for export.
+"""The families of models in transformers: a table that is read in both directions.
 
-A row of the table is read both ways. Its defaults are the fields of config.json that the class
-reads, each with the value that it takes where a file has none.
+`FIELDS` has the fields of config.json that are one field of a `ModelSpec` each. A row of `FAMILIES`
+has what a class of transformers reads of a file, with the value that an absent field takes, and the
+fields of a `ModelSpec` that the class fixes. `read_fields` imports by them, `write_fields` exports;
+a class computes a model that is read again from what is written of it.
 """
 
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from prope.encodings import FIELDS
+from prope import encodings
 from prope.errors import UsageError, usage_error
 from prope.spec.model import FULL, LAYER_TYPES, SLIDING, ModelSpec, repeat_pattern
 
-# By field of config.json: that of config.model, or of config.data for the last.
+# --- Values of config.json ------------------------------------------------------------------------
+
+# Takes a value; returns it as a `ModelSpec` has it, or raises ValueError with what is allowed.
+Rule = Callable[[Any], Any]
+
+
+def read_value(values: dict, name: str, rule: Rule) -> Any:
+    """Reads a field by a rule; raises UsageError, which names it, where the rule does not hold."""
+    try:
+        return rule(values[name])
+    except ValueError as error:
+        raise wrong(values, name, str(error)) from None
+
+
+def wrong(values: dict, name: str, problem: str) -> UsageError:
+    """Makes the error for the value of a field."""
+    return usage_error(name, json.dumps(values[name]), problem)
+
+
+def boolean(value) -> bool:
+    """Checks a switch."""
+    if type(value) is not bool:
+        raise ValueError("only true or false")
+    return value
+
+
+def positive(value) -> float:
+    """Checks a positive number."""
+    if type(value) not in (int, float) or not value > 0:
+        raise ValueError("must be a positive number")
+    return float(value)
+
+
+def at_least(least: int) -> Rule:
+    """Makes the rule of an integer from `least` on."""
+
+    def integer(value) -> int:
+        if type(value) is not int or value < least:
+            raise ValueError(f"must be an integer of at least {least}")
+        return value
+
+    return integer
+
+
+def _or_null(rule: Rule) -> Rule:
+    return lambda value: None if value is None else rule(value)
+
+
+def _epsilon(value) -> float:
+    # The shortest number that is the same in float32, as GGUF files hold it: 1e-6 for 9.99..e-7.
+    return float(str(np.float32(positive(value))))
+
+
+# --- The table ------------------------------------------------------------------------------------
+
+_SIZE = at_least(1)
+# By field of config.json: that of a ModelSpec.
 SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "embed_dim",
@@ -26,40 +84,41 @@ SIZES = {
     "num_attention_heads": "num_heads",
     "num_key_value_heads": "num_kv_heads",
     "head_dim": "head_dim",
-    "max_position_embeddings": "seq_len",
 }
-# By config.model.activation.
+# And the rule of its value.
+FIELDS = {name: (ours, _SIZE) for name, ours in SIZES.items()} | {
+    "rms_norm_eps": ("norm_epsilon", _epsilon),
+    "tie_word_embeddings": ("tied", boolean),
+    "attn_logit_softcapping": ("attention_softcap", _or_null(positive)),
+    "final_logit_softcapping": ("final_softcap", _or_null(positive)),
+    "global_head_dim": ("global_head_dim", _SIZE),
+    "num_global_key_value_heads": ("num_global_kv_heads", _or_null(_SIZE)),
+    "attention_k_eq_v": ("global_key_is_value", boolean),
+    "num_kv_shared_layers": ("num_kv_shared_layers", at_least(0)),
+    "use_double_wide_mlp": ("use_double_wide_mlp", boolean),
+    "hidden_size_per_layer_input": ("per_layer_input_dim", at_least(0)),
+    "query_pre_attn_scalar": ("attention_scale", lambda value: positive(value) ** -0.5),
+}
+# By activation of a ModelSpec.
 ACTIVATIONS = {"gelu": "gelu_pytorch_tanh", "silu": "silu"}
-_ACTIVATION_FIELDS = ("hidden_act", "hidden_activation")
-# Switches of config.model that are part of a class; it has fields for the others.
-_FLAGS = (
-    "scale_embedding",
-    "post_norms",
-    "qkv_bias",
-    "use_qk_norm",
-    "use_value_norm",
-    "use_skip_scale",
-)
-_CAPS = {"attn_logit_softcapping": "attention_softcap", "final_logit_softcapping": "final_softcap"}
-# What layers of Gemma 4 differ in, by field of config.json.
-_SHAPES = {
-    "global_head_dim": "global_head_dim",
-    "num_global_key_value_heads": "num_global_kv_heads",
-    "attention_k_eq_v": "global_key_is_value",
-    "num_kv_shared_layers": "num_kv_shared_layers",
-    "use_double_wide_mlp": "use_double_wide_mlp",
-    "hidden_size_per_layer_input": "per_layer_input_dim",
+_ACTIVATION = ("hidden_act", "hidden_activation")  # of which a class reads one
+# Fields of a ModelSpec that a class has or has not; its row names those that are others.
+_FIXED = {
+    "scale_embedding": False,
+    "post_norms": False,
+    "qkv_bias": False,
+    "use_qk_norm": False,
+    "use_value_norm": False,
+    "use_skip_scale": False,
 }
-# By field of config.json: that of config.model for full layers.
-_OF_FULL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_kv_heads"}
-# All fields of config.model that an export writes, and those that change nothing there.
+# All fields of a ModelSpec that an export writes, and those that change nothing there.
 MODEL_FIELDS = {
-    *("activation", "norm_epsilon", "tied", "attention_scale", "test_window", "test_sinks"),
+    *("activation", "test_window", "test_sinks"),
     *("dtype", "attention", "global_attention", "scan_layers", "remat"),
-    *(*SIZES.values(), *_FLAGS, *_CAPS.values(), *_SHAPES.values(), *FIELDS),
+    *(ours for ours, _ in FIELDS.values()),
+    *_FIXED,
+    *encodings.FIELDS,
 }
-_LOOKS_AHEAD = "use_bidirectional_attention"
-_SCALAR = "query_pre_attn_scalar"  # = attention_scale ** -2
 # Fields of configs that change what a class computes, unless they are null, false or 0.
 _MUST_BE_UNSET = re.compile(
     "attention_bias|mlp_bias|quantization_config|bidirectional|softcapping|multiplier|experts"
@@ -68,178 +127,227 @@ _MUST_BE_UNSET = re.compile(
 
 
 class Family(NamedTuple):
-    """A row: a class of transformers for causal language models."""
+    """A class of transformers for causal language models."""
 
     hf_class: str
+    # The fields of config.json that it reads, each with the value where a file has none. Null is
+    # num_attention_heads for num_key_value_heads, and for head_dim hidden_size over these.
     defaults: dict[str, Any]
-    flags: tuple[str, ...] = ()  # which of _FLAGS are True
-    activation: str = "silu"  # where a file names none
-    activation_field: str = "hidden_act"  # the one that the class reads, of the two
+    fixed: dict[str, Any]  # fields of a ModelSpec
+    # Whether a layer has a window, by the fields of a file and its number, where layer_types does
+    # not say.
+    slides: Callable[[dict, int], bool] = lambda values, number: False
+    last_is_full: bool = False  # whatever layer_types has
+    needs_window: bool = False  # even where no layer slides
+    needs_divisor: bool = False  # num_attention_heads has to divide hidden_size
     adds_one: bool = False  # norms multiply by 1 + w, as prope's do; otherwise by w
     names: Mapping[str, tuple[str, ...]] = MappingProxyType({})  # by parameter: other tensors
-    divides: bool = False  # the class demands that its heads divide hidden_size
-    # Of so many layers, the last is full and the others slide, whatever the window. A file's
-    # sliding_window_pattern, where the class reads it, goes first.
-    full_every: int | None = None
-    last_is_full: bool = False  # whatever layer_types has
-    attention_scale: float | None = None  # None: of query_pre_attn_scalar or head_dim
-
-    def reads(self, field: str) -> bool:
-        """Returns whether the class reads a field of config.json."""
-        return field in self.defaults
 
     @property
     def rotates_by_kind(self) -> bool:
-        """Returns whether sliding layers have a rotation of their own."""
-        return self.reads("rope_local_base_freq") or self.reads("rope_parameters")
+        """Whether sliding layers have a rotation of their own."""
+        return not self.defaults.keys().isdisjoint(("rope_local_base_freq", "rope_parameters"))
 
 
-def _defaults(*sizes: int | None, **fields) -> dict[str, Any]:
-    """Returns a row's defaults: sizes in the order of SIZES, and fields beside the common ones."""
-    common = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-    if "rope_parameters" not in fields:
-        common["rope_theta"] = 1e4
-    return dict(zip(SIZES, sizes, strict=True)) | common | fields
+def _slides_in_gemma_3(values: dict, number: int) -> bool:
+    return (number + 1) % read_value(values, "sliding_window_pattern", positive) > 0
 
 
-_WINDOWS = {"layer_types": None, "sliding_window": 4096}
-_LATER_GEMMA = {
-    "activation": "gelu",
-    "activation_field": "hidden_activation",
-    "adds_one": True,
-    "names": {"layers/pre_ffw_norm/scale": ("pre_feedforward_layernorm",)},
-    "divides": True,
+def _has_window(values: dict) -> bool:
+    has_window = read_value(values, "use_sliding_window", boolean)
+    return has_window and values["sliding_window"] is not None
+
+
+def _slides_in_qwen(values: dict, number: int) -> bool:
+    return number >= read_value(values, "max_window_layers", at_least(0)) and _has_window(values)
+
+
+_LLAMA = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "max_position_embeddings": 2048,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 1e4,
 }
-_GEMMA_4 = Family(
-    "Gemma4ForCausalLM",
-    _defaults(
-        *(262144, 2304, 9216, 30, 8, 4, 256, 131072),
-        layer_types=None,
-        sliding_window=512,
-        tie_word_embeddings=True,
-        final_logit_softcapping=None,
-        rope_parameters={
-            FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
-            SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-        },
-        global_head_dim=512,
-        num_global_key_value_heads=None,
-        per_layer_config=None,  # instead of these two, in files of later versions
-        attention_k_eq_v=False,
-        num_kv_shared_layers=0,
-        use_double_wide_mlp=False,
-        hidden_size_per_layer_input=256,
-        vocab_size_per_layer_input=262144,
-        use_bidirectional_attention=None,
-    ),
-    ("scale_embedding", "post_norms", "use_qk_norm", "use_value_norm", "use_skip_scale"),
-    **_LATER_GEMMA | {"adds_one": False, "divides": False},
-    full_every=6,
-    last_is_full=True,
-    attention_scale=1.0,
+_QWEN = _LLAMA | {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "layer_types": None,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
+_GEMMA = {
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+_LATER_GEMMA = _GEMMA | {
+    "hidden_activation": ACTIVATIONS["gelu"],
+    "layer_types": None,
+    "sliding_window": 4096,
+    "final_logit_softcapping": None,
+}
+_GEMMA_4 = _LATER_GEMMA | {
+    "vocab_size": 262144,
+    "num_hidden_layers": 30,
+    "max_position_embeddings": 131072,
+    "sliding_window": 512,
+    "rope_parameters": {
+        FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "global_head_dim": 512,
+    "num_global_key_value_heads": None,
+    "per_layer_config": None,  # instead of these two, in files of later versions
+    "attention_k_eq_v": False,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "use_bidirectional_attention": None,
+}
+_ROW_GEMMA_2 = Family(
+    "Gemma2ForCausalLM",
+    _LATER_GEMMA
+    | {
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "rope_theta": 1e4,
+    },
+    {"scale_embedding": True, "post_norms": True},
+    slides=lambda values, number: (number + 1) % 2 > 0,
+    needs_window=True,
+    needs_divisor=True,
+    adds_one=True,
+    names={"layers/pre_ffw_norm/scale": ("pre_feedforward_layernorm",)},
 )
-_GEMMA_4_UNIFIED = {
-    name: value for name, value in _GEMMA_4.defaults.items() if not name.endswith("per_layer_input")
-}
-_GEMMA_4_UNIFIED |= {
-    "max_position_embeddings": 262144,
-    "sliding_window": 1024,
-    _LOOKS_AHEAD: "vision",
-}
-_QWEN = _WINDOWS | {"use_sliding_window": False, "max_window_layers": 28}
-# By model_type, in the order in which export tries them. None for K is N, and for H is D / N.
+_ROW_GEMMA_3 = _ROW_GEMMA_2._replace(
+    hf_class="Gemma3ForCausalLM",
+    defaults=_LATER_GEMMA
+    | {
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "query_pre_attn_scalar": 256,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+    fixed=_ROW_GEMMA_2.fixed | {"use_qk_norm": True},
+    slides=_slides_in_gemma_3,
+)
+_ROW_GEMMA_4 = _ROW_GEMMA_3._replace(
+    hf_class="Gemma4ForCausalLM",
+    defaults=_GEMMA_4 | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144},
+    fixed=_ROW_GEMMA_3.fixed
+    | {"use_value_norm": True, "use_skip_scale": True, "attention_scale": 1.0},
+    slides=lambda values, number: (number + 1) % 6 > 0,
+    last_is_full=True,
+    needs_divisor=False,
+    adds_one=False,
+)
+# By model_type, in the order in which export tries them.
 FAMILIES = {
     "gemma": Family(
         "GemmaForCausalLM",
-        _defaults(256000, 3072, 24576, 28, 16, 16, 256, 8192, tie_word_embeddings=True),
-        ("scale_embedding",),
-        activation="gelu",
+        _GEMMA
+        | {
+            "hidden_size": 3072,
+            "intermediate_size": 24576,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "hidden_act": ACTIVATIONS["gelu"],
+            "rope_theta": 1e4,
+        },
+        {"scale_embedding": True},
         adds_one=True,
     ),
-    "gemma2": Family(
-        "Gemma2ForCausalLM",
-        _defaults(
-            *(256000, 2304, 9216, 26, 8, 4, 256, 8192),
-            **_WINDOWS,
-            tie_word_embeddings=True,
-            query_pre_attn_scalar=256,
-            attn_logit_softcapping=50.0,
-            final_logit_softcapping=30.0,
-        ),
-        ("scale_embedding", "post_norms"),
-        **_LATER_GEMMA,
-        full_every=2,
+    "gemma2": _ROW_GEMMA_2,
+    "gemma3_text": _ROW_GEMMA_3,
+    "gemma4_text": _ROW_GEMMA_4,
+    "gemma4_unified_text": _ROW_GEMMA_4._replace(
+        hf_class="Gemma4UnifiedForCausalLM",
+        defaults=_GEMMA_4
+        | {
+            "max_position_embeddings": 262144,
+            "sliding_window": 1024,
+            "use_bidirectional_attention": "vision",
+        },
     ),
-    "gemma3_text": Family(
-        "Gemma3ForCausalLM",
-        _defaults(
-            *(262208, 2304, 9216, 26, 8, 4, 256, 131072),
-            **_WINDOWS,
-            tie_word_embeddings=True,
-            query_pre_attn_scalar=256,
-            final_logit_softcapping=None,
-            sliding_window_pattern=6,
-            rope_theta=1e6,
-            rope_local_base_freq=1e4,
-        ),
-        ("scale_embedding", "post_norms", "use_qk_norm"),
-        **_LATER_GEMMA,
-        full_every=6,
-    ),
-    "gemma4_text": _GEMMA_4,
-    "gemma4_unified_text": _GEMMA_4._replace(
-        hf_class="Gemma4UnifiedForCausalLM", defaults=_GEMMA_4_UNIFIED
-    ),
-    "llama": Family(
-        "LlamaForCausalLM", _defaults(32000, 4096, 11008, 32, 32, None, None, 2048), divides=True
-    ),
-    "qwen2": Family(
-        "Qwen2ForCausalLM",
-        _defaults(151936, 4096, 22016, 32, 32, 32, None, 32768, **_QWEN),
-        ("qkv_bias",),
-    ),
+    "llama": Family("LlamaForCausalLM", _LLAMA, {}, needs_divisor=True),
+    "qwen2": Family("Qwen2ForCausalLM", _QWEN, {"qkv_bias": True}, _slides_in_qwen),
     "qwen3": Family(
-        "Qwen3ForCausalLM",
-        _defaults(151936, 4096, 22016, 32, 32, 32, 128, 32768, **_QWEN),
-        ("use_qk_norm",),
+        "Qwen3ForCausalLM", _QWEN | {"head_dim": 128}, {"use_qk_norm": True}, _slides_in_qwen
     ),
     "mistral": Family(
         "MistralForCausalLM",
-        _defaults(32000, 4096, 14336, 32, 32, 8, None, 131072, sliding_window=4096),
+        _LLAMA
+        | {
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+        },
+        {},
+        slides=lambda values, number: values["sliding_window"] is not None,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
-        _defaults(
-            *(128256, 2048, 11008, 36, 16, 4, None, 32768),
-            tie_word_embeddings=True,
-            rope_theta=2e6,
-            layer_types=None,
-            sliding_window=None,
-            use_sliding_window=False,
-            no_rope_layers=None,
-            no_rope_layer_interval=4,
-        ),
+        _LLAMA
+        | {
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
+            "rope_theta": 2e6,
+            "layer_types": None,
+            "sliding_window": None,
+            "use_sliding_window": False,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+        },
+        {},
+        slides=lambda values, number: _has_window(values) and not rotated_layers(values)[number],
     ),
 }
 
 
-# --- config.json to config.model ----------------------------------------------------------------
+# --- config.json to ModelSpec ---------------------------------------------------------------------
 
 
 def fill(family: Family, values: dict) -> tuple[dict, list[str]]:
-    """Returns (fields, problems): a file's fields with the class's defaults, and its bad sizes."""
+    """Returns (values, problems): a file's fields with the class's defaults, and its bad sizes."""
     filled = family.defaults | values
     problems = []
-    for name in SIZES:
-        value = filled[name]
-        if value is None and name == "num_key_value_heads":
-            value = filled["num_attention_heads"]
-        if value is None and name == "head_dim":
-            value = filled["hidden_size"] // filled["num_attention_heads"]
-        if type(value) is not int or value < 1:
-            problems.append(f"{name}={json.dumps(value)}: must be a positive integer")
-            value = 1
-        filled[name] = value
+    for name in (*SIZES, "max_position_embeddings"):
+        if filled[name] is None and name == "num_key_value_heads":
+            filled[name] = filled["num_attention_heads"]
+        if filled[name] is None and name == "head_dim":
+            filled[name] = filled["hidden_size"] // filled["num_attention_heads"]
+        try:
+            read_value(filled, name, _SIZE)
+        except UsageError as error:
+            problems.append(str(error))
+            filled[name] = 1
     return filled, problems
 
 
@@ -248,133 +356,100 @@ def changed_fields(family: Family, values: dict) -> list[str]:
     return [
         f"{name}={json.dumps(value)}: only null or false"
         for name, value in values.items()
-        if value and not family.reads(name) and _MUST_BE_UNSET.search(name)
+        if value and name not in family.defaults and _MUST_BE_UNSET.search(name)
     ]
 
 
-def read_switches(family: Family, values: dict) -> dict:
-    """Returns the switches of config.model for the fields of a file, filled.
+def read_fields(family: Family, values: dict) -> tuple[dict[str, Any], list[str]]:
+    """Returns (fields, problems): those of a ModelSpec but for its rotation, and wrong values.
 
-    Raises UsageError for a value that is no positive number, or an activation that is not known.
+    A field that the class does not read has the value of a plain model. `values` are filled.
     """
-    # The shortest number that is the same in float32, as GGUF files hold it: 1e-6 for 9.99..e-7.
-    epsilon = str(np.float32(positive(values, "rms_norm_eps")))
-    switches = {flag: flag in family.flags for flag in _FLAGS}
-    switches |= {
-        "activation": _read_activation(family, values),
-        "norm_epsilon": float(epsilon),
-        "tied": _boolean(values, "tie_word_embeddings"),
-        "attention_scale": family.attention_scale,
+    fields = _FIXED | {ours: getattr(ModelSpec, ours) for ours, _ in FIELDS.values()}
+    fields |= {"layer_types": ()} | family.fixed
+    problems = []
+    for read in (_read_single, _read_activation, _read_layers, _read_gemma_4):
+        try:
+            fields |= read(family, values)
+        except UsageError as error:
+            problems.append(str(error))
+    return _without_plain(fields), problems
+
+
+def _without_plain(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns fields without sizes of full layers and a scale that are those of all layers."""
+    plain = {
+        "global_head_dim": fields["head_dim"],
+        "num_global_kv_heads": fields["num_kv_heads"],
+        "attention_scale": fields["head_dim"] ** -0.5,
     }
-    for theirs, ours in _CAPS.items():
-        if family.reads(theirs) and values[theirs] is not None:
-            switches[ours] = float(positive(values, theirs))
-    if family.reads(_SCALAR) and values[_SCALAR] != values["head_dim"]:
-        switches["attention_scale"] = positive(values, _SCALAR) ** -0.5
-    return switches
+    return fields | {name: None for name in plain if _is_close(fields[name], plain[name])}
 
 
-def wrong(values: dict, name: str, problem: str) -> UsageError:
-    """Returns the error for the value of a field of config.json."""
-    return usage_error(name, json.dumps(values[name]), problem)
+def _is_close(value, other) -> bool:
+    are_floats = isinstance(value, float) and isinstance(other, float)
+    return math.isclose(value, other, rel_tol=1e-9) if are_floats else value == other
 
 
-def _boolean(values: dict, name: str) -> bool:
-    if type(values[name]) is not bool:
-        raise wrong(values, name, "only true or false")
-    return values[name]
+def _read_single(family: Family, values: dict) -> dict:
+    rows = {name: row for name, row in FIELDS.items() if name in family.defaults}
+    return {ours: read_value(values, name, rule) for name, (ours, rule) in rows.items()}
 
 
-def _integer(values: dict, name: str, least: int) -> int:
-    value = values[name]
-    if type(value) is not int or value < least:
-        raise wrong(values, name, f"must be an integer of at least {least}")
-    return value
-
-
-def positive(values: dict, name: str) -> int | float:
-    """Returns a field's value; raises UsageError where it is no positive number."""
-    value = values[name]
-    if type(value) not in (int, float) or not value > 0:
-        raise wrong(values, name, "must be a positive number")
-    return value
-
-
-def _read_activation(family: Family, values: dict) -> str:
-    fields = {name: values[name] for name in _ACTIVATION_FIELDS if values.get(name) is not None}
-    if family.adds_one and fields.get("hidden_act") == "gelu":
-        fields["hidden_act"] = ACTIVATIONS["gelu"]  # as transformers reads the releases
-    read = family.activation_field
-    used = {read: ACTIVATIONS[family.activation]} | fields
+def _read_activation(family: Family, values: dict) -> dict:
+    read = next(name for name in _ACTIVATION if name in family.defaults)
+    used = {name: values[name] for name in _ACTIVATION if values.get(name) is not None}
+    used.setdefault(read, family.defaults[read])
+    if family.adds_one and used.get("hidden_act") == "gelu":
+        used["hidden_act"] = ACTIVATIONS["gelu"]  # as transformers reads the releases
     for ours, theirs in ACTIVATIONS.items():
         if all(name == theirs for name in used.values()):
-            return ours
-    problem = f"only {' or '.join(ACTIVATIONS.values())}, the same in all fields"
-    problem += f"; {family.hf_class} reads {read}={json.dumps(used[read])}"
-    raise usage_error(" and ".join(fields), json.dumps(list(fields.values())), problem)
+            return {"activation": ours}
+    written = " and ".join(f"{name}={json.dumps(value)}" for name, value in used.items())
+    allowed = f"only {' or '.join(ACTIVATIONS.values())}, the same in all fields"
+    raise UsageError(f"{written}: {allowed}; {family.hf_class} reads {read}")
 
 
-def read_layers(family: Family, values: dict) -> dict:
-    """Returns layer_types and sliding_window of config.model; none where no layer has a window.
-
-    Raises UsageError for a kind of layer that is not known, or a window that is no length.
-    """
+def _read_layers(family: Family, values: dict) -> dict:
     kinds = read_kinds(family, values)
     if SLIDING not in kinds:
         return {}
-    window = _integer(values, "sliding_window", 1)
+    window = read_value(values, "sliding_window", _SIZE)
     # Qwen's classes have no window then, and stop. SmolLM3's mask has the kinds of layer_types.
-    if family.reads("max_window_layers") and not values["use_sliding_window"]:
+    if "max_window_layers" in family.defaults and not values["use_sliding_window"]:
         raise wrong(values, "use_sliding_window", "must be true: some layers are sliding_attention")
+    return {"layer_types": _pattern(kinds), "sliding_window": window}
+
+
+def _pattern(kinds: list[str]) -> tuple[str, ...]:
+    """Returns the shortest pattern of which kinds of layers are repeats; () for full ones alone."""
+    if SLIDING not in kinds:
+        return ()
     patterns = (kinds[: number + 1] for number in range(len(kinds)))
-    pattern = next(one for one in patterns if repeat_pattern(one, len(kinds)) == kinds)
-    return {"layer_types": tuple(pattern), "sliding_window": window}
+    return tuple(next(one for one in patterns if repeat_pattern(one, len(kinds)) == kinds))
 
 
 def read_kinds(family: Family, values: dict) -> list[str]:
     """Returns sliding_attention or full_attention for every layer: layer_types, or by its rule."""
-    kinds = _kinds_by_rule(family, values)
-    written = values.get("layer_types")
-    if written is None or written == kinds:
-        return kinds
-    if family.last_is_full and isinstance(written, list):
-        written = written[:-1] + [FULL] * len(written[-1:])
-    known = isinstance(written, list) and all(kind in LAYER_TYPES for kind in written)
-    if not (family.reads("layer_types") and known and len(written) == len(kinds)):
-        problem = f"must be {len(kinds)} of {' and '.join(LAYER_TYPES)}"
-        if not family.reads("layer_types"):
-            problem = f"{family.hf_class} has {kinds[0]} in all layers"
-        raise wrong(values, "layer_types", problem)
-    return written
-
-
-def _kinds_by_rule(family: Family, values: dict) -> list[str]:
     numbers = range(values["num_hidden_layers"])
-    window = values["sliding_window"] if family.reads("sliding_window") else None
-    if family.reads("use_sliding_window") and not _boolean(values, "use_sliding_window"):
-        window = None
-    if family.full_every is not None:
-        period = family.full_every
-        if family.reads("sliding_window_pattern"):
-            period = positive(values, "sliding_window_pattern")
-        is_sliding = [(number + 1) % period > 0 for number in numbers]
-        is_sliding[-1] &= not family.last_is_full
-    elif family.reads("no_rope_layers"):
-        is_sliding = [not rotated for rotated in rotated_layers(family, values)]
-    else:
-        name = "max_window_layers"
-        first = _integer(values, name, 0) if family.reads(name) else 0
-        is_sliding = [number >= first for number in numbers]
-    has_windows = window is not None or family.full_every is not None
-    return [SLIDING if has_windows and sliding else FULL for sliding in is_sliding]
+    kinds = [SLIDING if family.slides(values, number) else FULL for number in numbers]
+    written = values.get("layer_types")
+    if written is not None and written != kinds:
+        if "layer_types" not in family.defaults:
+            raise wrong(values, "layer_types", f"{family.hf_class} has {kinds[0]} in all layers")
+        known = isinstance(written, list) and all(kind in LAYER_TYPES for kind in written)
+        if not known or len(written) != len(kinds):
+            raise wrong(
+                values, "layer_types", f"must be {len(kinds)} of {' and '.join(LAYER_TYPES)}"
+            )
+        kinds = written
+    return [*kinds[:-1], FULL] if family.last_is_full else kinds
 
 
-def rotated_layers(family: Family, values: dict) -> list[bool]:
-    """Returns for every layer whether it rotates at all: in SmolLM3, some do not."""
+def rotated_layers(values: dict) -> list[bool]:
+    """Returns for every layer of a SmolLM3 whether it rotates at all."""
     layers = values["num_hidden_layers"]
-    if not family.reads("no_rope_layers"):
-        return [True] * layers
-    interval = positive(values, "no_rope_layer_interval")
+    interval = read_value(values, "no_rope_layer_interval", positive)
     written = values["no_rope_layers"]  # 1: rotated
     if written is None:
         return [(number + 1) % interval > 0 for number in range(layers)]
@@ -384,41 +459,23 @@ def rotated_layers(family: Family, values: dict) -> list[bool]:
     return [bool(rotated) for rotated in written[:layers]]
 
 
-def read_shapes(family: Family, values: dict) -> dict:
-    """Returns the fields of config.model for what layers of Gemma 4 differ in.
+# By field of config.json: that of a ModelSpec for full layers.
+_OF_FULL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_kv_heads"}
 
-    Raises UsageError for a value of another type, or attention that looks ahead.
-    """
-    if not family.reads("attention_k_eq_v"):
+
+def _read_gemma_4(family: Family, values: dict) -> dict:
+    """Returns the sizes of full layers; checks that layers have inputs for all tokens."""
+    if "per_layer_config" not in family.defaults:
         return {}
-    if values[_LOOKS_AHEAD] not in (None, False, "vision"):  # of images alone
-        raise wrong(values, _LOOKS_AHEAD, 'only null, false or "vision"')
-    fields = {
-        "global_key_is_value": _boolean(values, "attention_k_eq_v"),
-        "use_double_wide_mlp": _boolean(values, "use_double_wide_mlp"),
-        "num_kv_shared_layers": _integer(values, "num_kv_shared_layers", 0),
-    }
-    if family.reads("hidden_size_per_layer_input"):
-        fields["per_layer_input_dim"] = _integer(values, "hidden_size_per_layer_input", 0)
-        rows = values["vocab_size_per_layer_input"]
-        if fields["per_layer_input_dim"] and rows != values["vocab_size"]:
-            problem = f"must be vocab_size={values['vocab_size']}"
-            raise wrong(values, "vocab_size_per_layer_input", problem)
-    for name, size in _sizes_of_full(family, values).items():
-        if size != values[name]:
-            fields[_OF_FULL[name]] = size
-    return fields
-
-
-def _sizes_of_full(family: Family, values: dict) -> dict[str, int]:
-    """Returns head_dim and num_key_value_heads of full layers, as far as a file has them."""
+    name = "use_bidirectional_attention"
+    if values[name] not in (None, False, "vision"):  # of images alone
+        raise wrong(values, name, 'only null, false or "vision"')
+    name = "vocab_size_per_layer_input"
+    if values.get("hidden_size_per_layer_input") and values[name] != values["vocab_size"]:
+        raise wrong(values, name, f"must be vocab_size={values['vocab_size']}")
     written = values["per_layer_config"]
     if written is None:
-        sizes = {"head_dim": _integer(values, "global_head_dim", 1)}
-        theirs = "num_global_key_value_heads"
-        if values["attention_k_eq_v"] and values[theirs] is not None:
-            sizes["num_key_value_heads"] = _integer(values, theirs, 1)
-        return sizes
+        return {} if values["attention_k_eq_v"] else {"num_global_kv_heads": None}
     kinds = read_kinds(family, values)
     full = [str(number) for number, kind in enumerate(kinds) if kind == FULL]
     sizes = written.get(full[0], {}) if isinstance(written, dict) else None
@@ -427,21 +484,22 @@ def _sizes_of_full(family: Family, values: dict) -> dict[str, int]:
     if not is_known or written not in ({}, dict.fromkeys(full, sizes)):
         problem = f"must be the same {' and '.join(_OF_FULL)} for every {FULL} layer, and no other"
         raise wrong(values, "per_layer_config", problem)
-    return sizes
+    return {ours: sizes.get(name) for name, ours in _OF_FULL.items()}
 
 
-# --- config.model to config.json ----------------------------------------------------------------
+# --- ModelSpec to config.json ---------------------------------------------------------------------
 
 
 def write_fields(family: Family, model: ModelSpec, ropes: list[dict]) -> dict:
-    """Returns the fields of config.json that not all classes have."""
+    """Returns the fields of config.json for a model; `ropes` are rope_parameters by layer."""
     kinds = model.kinds
     rotated = rotating(ropes)
     rope_of_kind = dict(zip(kinds, ropes, strict=True))
     rope_of_kind.setdefault(FULL, ropes[0])  # transformers reads it in a run of windows alone, too
-    fields = {
-        _SCALAR: attention_scalar(model),
-        **{theirs: getattr(model, ours) for theirs, ours in (_CAPS | _SHAPES).items()},
+    scale = model.attention_scale
+    values = {name: getattr(model, ours) for name, (ours, _) in FIELDS.items()} | {
+        # transformers takes it as an integer.
+        "query_pre_attn_scalar": max(1, round(scale**-2)) if scale else model.head_dim,
         "global_head_dim": model.global_head_dim or model.head_dim,
         "vocab_size_per_layer_input": model.vocab_size,
         "layer_types": kinds,
@@ -450,20 +508,24 @@ def write_fields(family: Family, model: ModelSpec, ropes: list[dict]) -> dict:
         "no_rope_layers": [int(rope in rotated) for rope in ropes],  # 0: no rotation
         "rope_local_base_freq": rope_of_kind.get(SLIDING, ropes[0])["rope_theta"],
     }
-    fields = {name: value for name, value in fields.items() if family.reads(name)}
-    if family.full_every is not None and SLIDING not in kinds:
-        del fields["sliding_window"]  # Gemma 2 and 3 make the mask all the same
-    fields["rope_parameters"] = rope_of_kind if family.rotates_by_kind else rotated[0]
-    return fields
+    if family.needs_window and SLIDING not in kinds:
+        del values["sliding_window"]  # the class's own
+    values = {name: value for name, value in values.items() if name in family.defaults}
+    rope = rope_of_kind if family.rotates_by_kind else rotated[0]
+    return (
+        values
+        | dict.fromkeys(_ACTIVATION, ACTIVATIONS[model.activation])
+        | {"rope_parameters": rope, "rope_theta": rope.get("rope_theta", model.max_wavelength)}
+    )
 
 
 def choose_family(model: ModelSpec, ropes: list[dict]) -> str:
-    """Returns the model_type of the first family whose class computes a run's `config.model`.
+    """Returns the model_type of the first family whose class computes a model.
 
     Raises UsageError where there is none, with what the nearest computes instead.
     """
-    needed = {name: _needed_fields(family, model, ropes) for name, family in FAMILIES.items()}
-    nearest, computed = min(needed.items(), key=lambda item: len(item[1]))
+    changed = {name: _changed_by(family, model, ropes) for name, family in FAMILIES.items()}
+    nearest, computed = min(changed.items(), key=lambda item: len(item[1]))
     if not computed:
         return nearest
     fields = ", ".join(f"config.model.{name}={getattr(model, name)}" for name in computed)
@@ -473,47 +535,32 @@ def choose_family(model: ModelSpec, ropes: list[dict]) -> str:
     raise UsageError(f"{fields}: {problem}; {remedy}")
 
 
-def _needed_fields(family: Family, model: ModelSpec, ropes: list[dict]) -> dict[str, Any]:
-    """Returns the fields of config.model that the family's class computes only of other values.
-
-    Their values here are some that it computes.
-    """
-    kinds = model.kinds
-    plain = ModelSpec()
-    needed = {
-        flag: flag in family.flags
-        for flag in _FLAGS
-        if getattr(model, flag) != (flag in family.flags)
+def _changed_by(family: Family, model: ModelSpec, ropes: list[dict]) -> dict[str, Any]:
+    """Returns what the family's class has in the fields of a model that it does not compute."""
+    values, _ = fill(family, write_fields(family, model, ropes))
+    read, _ = read_fields(family, values)
+    written = {name: getattr(model, name) for name in read}
+    written = _without_plain(written | {"layer_types": _pattern(model.kinds)})
+    # Every class has any epsilon, rounded to float32, and any window where layer_types fit.
+    changed = {
+        name: value
+        for name, value in read.items()
+        if name not in ("norm_epsilon", "sliding_window") and not _is_close(written[name], value)
     }
-    for theirs, ours in (_CAPS | _SHAPES).items():
-        if getattr(model, ours) and not family.reads(theirs):
-            needed[ours] = getattr(plain, ours)
-    if model.num_global_kv_heads and not model.global_key_is_value:
-        needed["num_global_kv_heads"] = None  # Gemma 4 has it with keys that are values
-    plain_scale = model.head_dim**-0.5
-    computed = family.attention_scale or plain_scale
-    if family.reads(_SCALAR):
-        computed = attention_scalar(model) ** -0.5
-    if not math.isclose(model.attention_scale or plain_scale, computed, rel_tol=1e-9):
-        needed["attention_scale"] = family.attention_scale
-    can_mix = family.reads("layer_types") or len(set(kinds)) == 1
-    ends_full = kinds[-1] == FULL or not family.last_is_full
-    if SLIDING in kinds and not (ends_full and family.reads("sliding_window") and can_mix):
-        needed["layer_types"] = ()
-    if not _has_ropes(family, kinds, ropes):
+    if not _has_ropes(family, model.kinds, ropes):
         name = _rope_field(model)
-        needed[name] = "one number" if name == "rope_percentage" else getattr(plain, name)
-    if family.divides and model.embed_dim % model.num_heads:
-        needed["num_heads"] = "a divisor of embed_dim"
-    return needed
+        changed[name] = "one number" if name == "rope_percentage" else getattr(ModelSpec, name)
+    if family.needs_divisor and model.embed_dim % model.num_heads:
+        changed["num_heads"] = "a divisor of embed_dim"
+    return changed
 
 
 def _has_ropes(family: Family, kinds: list[str], ropes: list[dict]) -> bool:
-    """Returns whether the family's class can rotate every layer as told."""
+    """Returns whether the family's class can rotate every layer by its own of `ropes`."""
     if family.rotates_by_kind:
         rope_of_kind = dict(zip(kinds, ropes, strict=True))
         return ropes == [rope_of_kind[kind] for kind in kinds]
-    if family.reads("no_rope_layers"):
+    if "no_rope_layers" in family.defaults:
         ropes = rotating(ropes)
     return all(rope == ropes[0] for rope in ropes)
 
@@ -529,10 +576,3 @@ def _rope_field(model: ModelSpec) -> str:
 def rotating(ropes: list[dict]) -> list[dict]:
     """Returns the rotations that are not NoPE; all where every one is."""
     return [rope for rope in ropes if rope.get("partial_rotary_factor") != 0] or ropes
-
-
-def attention_scalar(model: ModelSpec) -> int:
-    """Returns query_pre_attn_scalar, which transformers takes as an integer."""
-    if model.attention_scale is None:
-        return model.head_dim
-    return max(1, round(model.attention_scale**-2))
