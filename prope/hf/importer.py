@@ -175,7 +175,7 @@ def _copy(source: Stored, tensor: Tensor, parameter: np.ndarray) -> None:
 
 
 def is_tied(tied: bool, stored: dict[str, Stored]) -> bool:
-    """Returns whether the embedding is the output matrix: by config.json, or because both are equal.
+    """Returns whether the embedding is the output matrix: by config.json, or as both are equal.
 
     Raises UsageError where config.json and the file disagree.
     """

@@ -1,5 +1,6 @@
 """config.json: what published ones lead to, what a run's says, and what is refused by name."""
 
+import dataclasses
 import json
 import math
 import re
@@ -7,31 +8,29 @@ import runpy
 
 import numpy as np
 import pytest
-from prope.stack.layers import layer_kinds, layer_windows
-from prope.stack.parameters import count
 from support.commands import ROOT, refusal
 from support.models import small
 from support.runs import SIZES
 
-from prope.config import default_config, set_layer_percentages
-from prope.encodings import layer_frequencies, layer_percentages, logit_scale
+from prope.config import resolve
 from prope.hf import config_json
 from prope.hf.families import ACTIVATIONS, FAMILIES, MODEL_FIELDS, choose_family
 from prope.hf.layout import list_tensors
 from prope.hf.rotation import write_rotations
-
-SLIDING, FULL = "sliding_attention", "full_attention"
+from prope.parameters import count
+from prope.spec.model import FULL, SLIDING, ModelSpec
+from prope.spec.run import Spec
 
 
 def read(tmp_path, values):
-    """(config, fields) of a file with these values."""
+    """(spec, fields) of a file with these values."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(values))
     return config_json.from_hf(path)
 
 
 def read_model(tmp_path, model_type, **fields):
-    """config.model for these fields, and for what the class has where none is."""
+    """The model of these fields, and for what the class has where none is."""
     return read(tmp_path, {"model_type": model_type} | fields)[0].model
 
 
@@ -111,24 +110,25 @@ PUBLISHED = {
 def test_a_published_config_leads_to_its_model(tmp_path, name):
     values = FILES[name]
     parameters, windows, fields = PUBLISHED[name]
-    config, filled = read(tmp_path, values)
-    tensors = list_tensors(config.model, FAMILIES[filled["model_type"]])
+    spec, filled = read(tmp_path, values)
+    model = spec.model
+    tensors = list_tensors(model, FAMILIES[filled["model_type"]])
     assert sum(math.prod(tensor.shape) for tensor in tensors) == parameters
-    assert count(config.model) == parameters
-    assert layer_windows(config.model) == windows
-    assert {name: config.model[name] for name in fields} == fields
-    p = [1] * config.model.num_layers
+    assert count(model) == parameters
+    assert [layer.window for layer in model.layers] == windows
+    assert {name: getattr(model, name) for name in fields} == fields
+    p = [1] * model.num_layers
     if values["model_type"] == "smollm3":
         p = [1, 1, 1, 0] * 9
     if values["model_type"].startswith("gemma4"):
         p = [0.25 if window is None else 1 for window in windows]
-    assert layer_percentages(config.model) == p
-    assert config.model.dtype == values.get("torch_dtype", "bfloat16")
+    assert [layer.rope_percentage for layer in model.layers] == p
+    assert model.dtype == values.get("torch_dtype", "bfloat16")
     length = filled["max_position_embeddings"]
-    assert config.data.seq_len == values.get("max_position_embeddings", length)
-    assert config.eval.batch_size == max(1, 8192 // length)
-    again, _ = read(tmp_path, config_json.to_hf(config, config.model.dtype))
-    assert again.model == config.model
+    assert spec.data.seq_len == values.get("max_position_embeddings", length)
+    assert spec.eval.batch_size == max(1, 8192 // length)
+    again, _ = read(tmp_path, config_json.to_hf(spec, model.dtype))
+    assert again.model == model
 
 
 # --- What the classes do with fields ------------------------------------------------------------
@@ -137,9 +137,9 @@ def test_a_published_config_leads_to_its_model(tmp_path, name):
 def test_full_layers_of_gemma_4_that_are_as_wide_as_the_others(tmp_path):
     alike = {"global_head_dim": 256, "num_global_key_value_heads": 16}
     for fields in (alike, {"per_layer_config": {}}):
-        config, _ = read(tmp_path, FILES["gemma-4-31B"]["text_config"] | fields)
-        assert (config.model.global_head_dim, config.model.num_global_kv_heads) == (None, None)
-    assert config_json.to_hf(config, "float32")["global_head_dim"] == 256
+        spec, _ = read(tmp_path, FILES["gemma-4-31B"]["text_config"] | fields)
+        assert (spec.model.global_head_dim, spec.model.num_global_kv_heads) == (None, None)
+    assert config_json.to_hf(spec, "float32")["global_head_dim"] == 256
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -164,9 +164,9 @@ def test_kinds_of_layers_by_the_rules_of_the_classes(tmp_path):
         assert model.layer_types == (SLIDING, FULL)
     for model_type in ("gemma4_text", "gemma4_unified_text"):
         model = read_model(tmp_path, model_type, num_hidden_layers=8)
-        assert layer_kinds(model) == [*[SLIDING] * 5, FULL, SLIDING, FULL]
+        assert model.kinds == [*[SLIDING] * 5, FULL, SLIDING, FULL]
         types = {"num_hidden_layers": 3, "layer_types": [SLIDING] * 3}
-        assert layer_kinds(read_model(tmp_path, model_type, **types)) == [SLIDING, SLIDING, FULL]
+        assert read_model(tmp_path, model_type, **types).kinds == [SLIDING, SLIDING, FULL]
     # Qwen's classes stop without use_sliding_window; SmolLM3's mask has the kinds of layer_types.
     types = {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL], "sliding_window": 4}
     for model_type, used in (("qwen2", True), ("qwen3", True), ("smollm3", False)):
@@ -242,18 +242,16 @@ CARD = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536
 def test_yarn_in_smollm3_is_of_the_layers_that_rotate(tmp_path, fields, rotated, windows):
     """As its card has it for long texts: nothing multiplies the logits of the others."""
     values = SMOLLM_3 | {"rope_scaling": CARD, "max_position_embeddings": 131072} | fields
-    config, _ = read(tmp_path, values)
-    model = config.model
-    assert layer_windows(model) == windows
-    scales = []
-    for freqs, window in zip(layer_frequencies(model), windows, strict=True):
-        scales.append(logit_scale(model, window is not None, freqs.any()))
+    spec, _ = read(tmp_path, values)
+    layers = spec.model.layers
+    assert [layer.window for layer in layers] == windows
+    scales = [layer.logit_scale for layer in layers]
     expected = [(0.1 * math.log(2) + 1) ** 2 if rotates else 1 for rotates in rotated]
     np.testing.assert_allclose(scales, expected, rtol=1e-12)
-    assert [freqs.any() for freqs in layer_frequencies(model)] == list(map(bool, rotated))
+    assert [layer.num_rotated > 0 for layer in layers] == list(map(bool, rotated))
     if any(rotated):
-        again, _ = read(tmp_path, config_json.to_hf(config, "float32"))
-        assert again.model.to_dict() == model.to_dict() | {"dtype": "float32"}
+        again, _ = read(tmp_path, config_json.to_hf(spec, "float32"))
+        assert again.model == dataclasses.replace(spec.model, dtype="float32")
 
 
 def test_a_scaled_rotation_of_windows_is_still_refused(tmp_path):
@@ -411,21 +409,20 @@ PAGES = {file.stem for file in (ROOT / "configs").glob("*.py")} - {"families"}
 
 @pytest.mark.parametrize("page", sorted(PAGES))
 def test_the_class_of_every_page_of_configs(page):
-    config = runpy.run_path(str(ROOT / "configs" / f"{page}.py"))["get_config"]()
+    spec = resolve(runpy.run_path(str(ROOT / "configs" / f"{page}.py"))["get_config"]())
     if page in ("rnope_swa", "longcontext"):
-        line = refusal(lambda: config_json.to_hf(config, "float32"))
+        line = refusal(lambda: config_json.to_hf(spec, "float32"))
         assert "no class of transformers" in line
     else:
         name = next((CLASSES[start] for start in CLASSES if page.startswith(start)), "Gemma")
-        values = config_json.to_hf(config, "float32")
+        values = config_json.to_hf(spec, "float32")
         assert values["architectures"] == [f"{name}ForCausalLM"]
 
 
 def written_rope(p=1.0, **fields):
-    """rope_parameters of such a config."""
-    config = default_config()
-    config.model.update(SIZES | {"rope_percentage": float(p)} | fields)
-    return config_json.to_hf(config, "float32")["rope_parameters"]
+    """rope_parameters of such a model."""
+    model = ModelSpec(**SIZES | {"rope_percentage": float(p)} | fields)
+    return config_json.to_hf(Spec(model=model), "float32")["rope_parameters"]
 
 
 @pytest.mark.parametrize("d", [2, 44, 256])
@@ -462,6 +459,7 @@ GEMMA_4_RUN = {
     "layer_types": (FULL, SLIDING),
     "sliding_window": 4,
 }
+LAST_FULL = {"layer_types": (SLIDING, SLIDING, FULL)}
 
 
 # (Fields of config.model, what the line names, the nearest class).
@@ -471,25 +469,21 @@ GEMMA_4_RUN = {
         ({"attention_scale": 0.7}, "attention_scale=0.7", "Gemma"),
         ({"use_qk_norm": True}, "use_qk_norm=True", "Gemma"),
         (WINDOWS, "layer_types=('sliding_attention', 'full_attention')", "Gemma"),
-        (QWEN | {"p": (1.0, 0.25, 1.0)}, "rope_percentage=(1.0, 0.25, 1.0)", "Qwen3"),
+        (QWEN | {"rope_percentage": (1.0, 0.25, 1.0)}, "rope_percentage=(1.0, 0.25, 1.0)", "Qwen3"),
         (QWEN | WINDOWS | {"local_max_wavelength": 500.0}, "local_max_wavelength=500.0", "Qwen3"),
         (QWEN | WINDOWS | YARN_RUN, "rope_scaling_type=yarn", "Qwen3"),
         (QWEN | WINDOWS | DROPE, "logit_scale=drope", "Qwen3"),
         ({"post_norms": True, "scale_embedding": False}, "scale_embedding=False", "Gemma2"),
         ({"per_layer_input_dim": 8}, "per_layer_input_dim=8", "Gemma"),
         (GEMMA_4_RUN | {"layer_types": (SLIDING, FULL)}, "layer_types", "Gemma4"),
-        (GEMMA_4_RUN | {"layer_types": (), "attention_scale": None}, "attention_scale", "Gemma4"),
-        (GEMMA_4_RUN | {"layer_types": (), "num_global_kv_heads": 2}, "num_global_kv", "Gemma4"),
+        (GEMMA_4_RUN | LAST_FULL | {"attention_scale": None}, "attention_scale", "Gemma4"),
+        (GEMMA_4_RUN | LAST_FULL | {"num_global_kv_heads": 2}, "num_global_kv", "Gemma4"),
         (DYNAMIC, "rope_scaling_type=dynamic", None),
         (DYNAMIC | {"rope_type": "partial"}, "rope_scaling_type=dynamic", None),
     ],
 )
 def test_what_no_class_computes_is_not_exported(fields, named, nearest):
-    config = default_config()
-    config.model = small(**{name: value for name, value in fields.items() if name != "p"})
-    if "p" in fields:
-        set_layer_percentages(config, fields["p"])
-    model = config.model
+    model = small(**fields)
     line = refusal(lambda: choose_family(model, write_rotations(model)))
     assert f"config.model.{named}" in line
     assert nearest is None or f"nearest, {nearest}ForCausalLM, computes " in line
@@ -498,12 +492,10 @@ def test_what_no_class_computes_is_not_exported(fields, named, nearest):
 @pytest.mark.parametrize("value", [(0.5, 1.0), 0.25, 0, False])
 def test_a_field_that_export_does_not_know_is_not_left_out(value):
     """A variant of a reader's own, such as p by head; zero is a value, too."""
-    config = default_config()
-    assert set(config.model) <= MODEL_FIELDS
-    with config.unlocked():
-        config.model.head_percentages = value
-    line = refusal(lambda: config_json.to_hf(config, "float32"))
+    assert {field.name for field in dataclasses.fields(ModelSpec)} <= MODEL_FIELDS
+    fields = [("head_percentages", object | None, None)]
+    variant = dataclasses.make_dataclass("Variant", fields, bases=(ModelSpec,), frozen=True)
+    spec = Spec(model=variant(head_percentages=value))
+    line = refusal(lambda: config_json.to_hf(spec, "float32"))
     assert f"config.model.head_percentages={value}: " in line
-    with config.ignore_type():
-        config.model.head_percentages = None
-    assert config_json.to_hf(config, "float32")["model_type"] == "gemma"
+    assert config_json.to_hf(Spec(model=variant()), "float32")["model_type"] == "gemma"

@@ -3,6 +3,7 @@
 That of 3.3.0 is in rope/test_check_port.py.
 """
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,15 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from prope.stack import parameters
-from prope.stack.layers import layers, stack_rows
 from support import write_gemma4
 from support.commands import ROOT, refusal
 from support.models import DENSE4, E4, draw_model, forward, leaves_by_path, same, small
 
-from prope.config import default_config
+from prope import parameters
 from prope.golden.check import FLOAT32, check, load_cases
 from prope.hf.importer import import_run
+from prope.spec.run import Spec
 from prope.workdir.run import open_run
 
 VERSION = "4.0.1"
@@ -79,14 +79,14 @@ def deepmind_arrays(
         if stack is None:
             arrays[path] = leaf
             continue
-        for number, place in enumerate(stack_rows(model)):
-            if place.stack == stack:
+        for layer in model.layers:
+            if layer.stack == stack:
                 name = parameters.row_path(path).removeprefix("layers/")
-                arrays[f"layer_{number}/{name}"] = leaf[place.row]
+                arrays[f"layer_{layer.number}/{name}"] = leaf[layer.row]
     rows = ((0, added_rows), (0, 0))
     arrays["embedder/input_embedding"] = np.pad(arrays["embedder/input_embedding"], rows)
-    for number, layer in enumerate(layers(model)):
-        prefix = f"layer_{number}"
+    for layer in model.layers:
+        prefix = f"layer_{layer.number}"
         if swaps_gating:
             name = f"{prefix}/mlp/gating_einsum"
             arrays[name] = np.swapaxes(arrays[name], 1, 2)
@@ -149,12 +149,10 @@ CHECKPOINTS = [
 
 
 def write_checkpoint(folder, release, layout=flat, dtype=np.float32, **changes):
-    """Writes a checkpoint as Orbax does: (config, parameters that prope should read)."""
+    """Writes a checkpoint as Orbax does: (spec, parameters that prope should read)."""
     fields, form = RELEASES[release]
-    config = default_config()
-    config.model = small(vocab_size=300, **fields)
-    config.data.seq_len = 128
-    params, *_ = draw_model(config.model)
+    spec = Spec(model=small(vocab_size=300, **fields)).replace({"data.seq_len": 128})
+    params, *_ = draw_model(spec.model)
     form = dict(form)
     if form.pop("adds_one", False):
         written = plus_one(params, 1)
@@ -162,10 +160,10 @@ def write_checkpoint(folder, release, layout=flat, dtype=np.float32, **changes):
     else:
         written = params
     written, params = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), (written, params))
-    arrays = deepmind_arrays(config.model, written, **form) | changes
+    arrays = deepmind_arrays(spec.model, written, **form) | changes
     arrays = {name: array for name, array in arrays.items() if array is not None}
     save_tree(folder, layout(arrays))
-    return config, params
+    return spec, params
 
 
 def save_tree(folder, tree):
@@ -182,10 +180,10 @@ def plus_one(params, one):
 
 @pytest.mark.parametrize(("release", "layout", "dtype"), CHECKPOINTS)
 def test_a_checkpoint_of_each_release_and_layout_is_read_exactly(release, layout, dtype, tmp_path):
-    config, params = write_checkpoint(tmp_path / "orbax", release, layout, dtype)
-    result = import_run(tmp_path / "orbax", tmp_path / "run", config=config)
+    spec, params = write_checkpoint(tmp_path / "orbax", release, layout, dtype)
+    result = import_run(tmp_path / "orbax", tmp_path / "run", spec=spec)
     assert same(jax.tree.map(np.float32, params), open_run(tmp_path / "run").params())
-    assert result["parameters"] == parameters.count(config.model)
+    assert result["parameters"] == parameters.count(spec.model)
 
 
 def test_parts_for_images_and_a_trainer_s_folder_are_passed_over(tmp_path):
@@ -202,22 +200,22 @@ def test_parts_for_images_and_a_trainer_s_folder_are_passed_over(tmp_path):
         }
 
     folder = tmp_path / "orbax" / "default"
-    config, params = write_checkpoint(folder, "gemma 3", of_trainer, **more)
-    import_run(tmp_path / "orbax", tmp_path / "run", config=config)
+    spec, params = write_checkpoint(folder, "gemma 3", of_trainer, **more)
+    import_run(tmp_path / "orbax", tmp_path / "run", spec=spec)
     assert same(params, open_run(tmp_path / "run").params())
 
 
 Q_EINSUM = "layer_1/attn/q_einsum/w"
 
 
-def refused(tmp_path, config, *names):
+def refused(tmp_path, spec, *names):
     """The import ends in one line with these names, and leaves nothing."""
-    line = refusal(lambda: import_run(tmp_path / "orbax", tmp_path / "run", config=config))
+    line = refusal(lambda: import_run(tmp_path / "orbax", tmp_path / "run", spec=spec))
     assert all(name in line for name in names), line
     assert not (tmp_path / "run").exists()
 
 
-# (Arrays that are changed in the checkpoint, fields in the config, what the line names).
+# (Arrays that are changed in the checkpoint, fields in the model, what the line names).
 @pytest.mark.parametrize(
     ("changes", "fields", "names"),
     [
@@ -226,27 +224,26 @@ def refused(tmp_path, config, *names):
         ({}, {"vocab_size": 299}, ("input_embedding", "(428, 32)", "(299, 32)")),
         ({}, {"tied": False}, ("missing", "head/w")),
         ({Q_EINSUM: np.ones((4, 32, 16), np.int32)}, {}, (Q_EINSUM, "int32")),
-        ({}, {"rope_percentage": 2.0}, ("config.model.rope_percentage=2.0",)),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused(changes, fields, names, tmp_path):
-    config, _ = write_checkpoint(tmp_path / "orbax", "gemma 1 2B", **changes)
-    config.model.update(fields)
-    refused(tmp_path, config, *names)
+    spec, _ = write_checkpoint(tmp_path / "orbax", "gemma 1 2B", **changes)
+    spec = dataclasses.replace(spec, model=dataclasses.replace(spec.model, **fields))
+    refused(tmp_path, spec, *names)
 
 
 def test_the_config_is_asked_for_where_it_is_needed(tmp_path):
-    config, _ = write_checkpoint(tmp_path / "orbax", "gemma 1 2B")
+    spec, _ = write_checkpoint(tmp_path / "orbax", "gemma 1 2B")
     refused(tmp_path, None, "--config=FILE")
     (tmp_path / "orbax/config.json").write_text("{}")
-    refused(tmp_path, config, "--config", "config.json")
+    refused(tmp_path, spec, "--config", "config.json")
 
 
 @pytest.mark.parametrize("file", ["_METADATA", "manifest.ocdbt"])
 def test_a_damaged_checkpoint_is_refused_in_one_line(file, tmp_path):
-    config, _ = write_checkpoint(tmp_path / "orbax", "gemma 1 2B")
+    spec, _ = write_checkpoint(tmp_path / "orbax", "gemma 1 2B")
     (tmp_path / "orbax" / file).write_bytes(b"damaged")
-    refused(tmp_path, config, str(tmp_path / "orbax"))
+    refused(tmp_path, spec, str(tmp_path / "orbax"))
 
 
 # What the small models of write_gemma4.py are in prope.
@@ -257,17 +254,16 @@ SMALL_GEMMA4 = {"dense": DENSE4 | GEMMA4, "shared": E4 | GEMMA4}
 @pytest.mark.parametrize("kind", SMALL_GEMMA4)
 def test_logits_of_gemma_4_are_gemma_s(kind, tmp_path):
     """Its parameters, drawn by their names there, are imported: what it computes is kept."""
-    config = default_config()
-    config.model = small(**SMALL_GEMMA4[kind])
-    params, *_ = draw_model(config.model)
-    arrays = deepmind_arrays(config.model, params, swaps_gating=True)
+    spec = Spec(model=small(**SMALL_GEMMA4[kind]))
+    params, *_ = draw_model(spec.model)
+    arrays = deepmind_arrays(spec.model, params, swaps_gating=True)
     drawn = {name: write_gemma4.draw(name, array.shape) for name, array in arrays.items()}
     tree = parameters.nest(drawn)
     save_tree(tmp_path / "orbax", tree)
-    import_run(tmp_path / "orbax", tmp_path / "run", config=config)
+    import_run(tmp_path / "orbax", tmp_path / "run", spec=spec)
     tokens = jnp.asarray(write_gemma4.TOKENS, jnp.int32)
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    logits = forward(config.model, open_run(tmp_path / "run").params(), tokens, positions)
+    logits = forward(spec.model, open_run(tmp_path / "run").params(), tokens, positions)
     expected = np.array(json.loads((ROOT / "tests/support/gemma4.json").read_text())[kind])
     np.testing.assert_allclose(write_gemma4.pick(logits), expected, rtol=0, atol=3e-5)
     assert expected.std() > 1

@@ -1,5 +1,6 @@
 """Files of transformers, written and read without it: the same bytes, or one line and no trace."""
 
+import dataclasses
 import functools
 import json
 import operator
@@ -20,14 +21,13 @@ from support.runs import SIZES, make_run
 from support.text import articles
 
 from prope import model
-from prope.config import default_config
 from prope.cost.flops import num_parameters
-from prope.encodings import rotated_pairs
 from prope.errors import UsageError
 from prope.hf import exporter, importer, layout
 from prope.hf import tensors as tensor_files
 from prope.hf.families import FAMILIES
 from prope.hf.layout import EMBEDDING, HEAD, INDEX, WEIGHTS, list_tensors
+from prope.spec.model import ModelSpec
 from prope.workdir.hashes import hash_arrays
 from prope.workdir.run import open_run
 from prope.workdir.source import open_source
@@ -52,15 +52,14 @@ def params_of_run(tmp_path):
     [(0.1, {"num_layers": 11}), ((0.5, 0.5), {"num_kv_heads": 2, "max_wavelength": 1e6})],
 )
 def test_a_run_comes_back_from_its_export(tmp_path, p, sizes):
-    config, params = make_run(tmp_path / "run", p, **sizes)
+    spec, params = make_run(tmp_path / "run", p, **sizes)
     out = exporter.export(tmp_path / "run", tmp_path / "hf")
     result, run = import_back(tmp_path, tmp_path / "hf")
     assert out["parameters"] == result["parameters"] == num_parameters(params)
     assert sum(tensor.size for tensor in stored(tmp_path / "hf").values()) == out["parameters"]
-    expected = config.model.to_dict() | {"rope_percentage": np.max(p)}
-    assert run.config.model.to_dict() == expected
-    assert result["rotated_pairs"] == rotated_pairs(run.config.model)
-    assert (run.config.data.seq_len, run.config.data.tokenizer, run.step) == (128, "byte", 0)
+    assert run.spec.model == dataclasses.replace(spec.model, rope_percentage=np.max(p))
+    assert result["rotated_pairs"] == run.spec.model.rotated_pairs
+    assert (run.spec.data.seq_len, run.spec.data.tokenizer, run.step) == (128, "byte", 0)
     assert run.init_hash == result["init_hash"] == hash_arrays(params), "as training has it"
     assert same(run.params(), params)
     exporter.export(tmp_path / "back", tmp_path / "again")
@@ -179,7 +178,7 @@ def test_ids_that_end_a_text_are_kept(tmp_path, exported, in_config, in_generati
     if in_generation is not None:
         generation.write_text(json.dumps({"eos_token_id": in_generation}))
     _, run = import_back(tmp_path, exported)
-    assert tuple(run.config.data.stop_ids) == expected
+    assert run.spec.data.stop_ids == expected
     exporter.export(tmp_path / "back", tmp_path / "again")
     for name in ("generation_config.json", "config.json"):
         written = json.loads((tmp_path / "again" / name).read_text())
@@ -371,7 +370,7 @@ def test_windows_begin_as_the_tokenizer_begins_texts(
     (exported / "tokenizer_config.json").write_text(json.dumps(values))
     edit(exported, bos_token_id=None, eos_token_id=None)
     result, run = import_back(tmp_path, exported)
-    assert run.config.data.bos_every_window is result["bos_every_window"] is expected
+    assert run.spec.data.bos_every_window is result["bos_every_window"] is expected
 
 
 @pytest.mark.parametrize("model_type", ["gemma", "gemma2"])
@@ -381,12 +380,11 @@ def test_every_window_of_a_gemma_begins_with_bos(tmp_path, model_type):
     make_run(tmp_path / "run", 1.0, **fields)
     exporter.export(tmp_path / "run", tmp_path / "hf")
     _, run = import_back(tmp_path, tmp_path / "hf")
-    assert run.config.data.bos_every_window
-    config = run.config.copy_and_resolve_references()
-    assert open_source(config, tmp_path / "new", str(tmp_path / "back")).step == 0
-    config.data.bos_every_window = False
+    assert run.spec.data.bos_every_window
+    assert open_source(run.spec, tmp_path / "new", str(tmp_path / "back")).step == 0
+    spec = run.spec.replace({"data.bos_every_window": False})
     with pytest.raises(UsageError, match="config.data.bos_every_window=False: .*set it to True"):
-        open_source(config, tmp_path / "new", str(tmp_path / "back"))
+        open_source(spec, tmp_path / "new", str(tmp_path / "back"))
 
 
 def test_tokenizers_of_an_import(tmp_path, exported, sentencepiece_model):
@@ -464,11 +462,10 @@ def peak(function) -> int:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_shard_or_tensor_at_a_time_is_in_memory(tmp_path, monkeypatch, dtype):
-    config = default_config()
     sizes = {"num_layers": 12, "embed_dim": 512, "hidden_dim": 1024, "vocab_size": 1024}
-    config.model.update(SIZES | sizes)
-    expected = list_tensors(config.model, FAMILIES["gemma"])
-    shapes = jax.eval_shape(lambda: model.init(config.model, jax.random.key(0)))
+    spec = ModelSpec(**SIZES | sizes)
+    expected = list_tensors(spec, FAMILIES["gemma"])
+    shapes = jax.eval_shape(lambda: model.init(spec, jax.random.key(0)))
     params = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), shapes)
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     largest = 1024 * 512 * 4
@@ -483,4 +480,4 @@ def test_one_shard_or_tensor_at_a_time_is_in_memory(tmp_path, monkeypatch, dtype
     assert written < 3.1 * largest
     assert len(list(tmp_path.glob("*.safetensors"))) > 5
     found = tensor_files.open_tensors(tmp_path)
-    assert peak(lambda: importer.read_params(config, found, expected)) < whole + 1.1 * largest
+    assert peak(lambda: importer.read_params(spec, found, expected)) < whole + 1.1 * largest

@@ -1,5 +1,6 @@
 """Gemma 3 270M and SmolLM2 135M beside transformers: losses, words, caches, tensors."""
 
+import dataclasses
 import pathlib
 from types import SimpleNamespace
 
@@ -7,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ml_collections import FrozenConfigDict
 from support import real_models
 from support.runs import evaluate_run
 
@@ -73,15 +73,13 @@ def windows(real, ids, count=WINDOWS):
 
 
 def our_loss(real, tokens, dtype="float32"):
-    config = real.run.config.model
-    config.dtype = dtype
-    config = FrozenConfigDict(config)
+    spec = dataclasses.replace(real.run.spec.model, dtype=dtype)
 
     @jax.jit
     def losses(params, window):
         positions = jnp.arange(LENGTH)[None]
-        hidden = model.hidden_states(config, params, window[None, :-1], positions)
-        cap = config.final_softcap
+        hidden = model.hidden_states(spec, params, window[None, :-1], positions)
+        cap = spec.final_softcap
         return token_losses(hidden, model.head(params), window[None, 1:], cap).mean()
 
     return np.mean([float(losses(real.params, window)) for window in tokens])
@@ -100,7 +98,7 @@ def their_loss(theirs, tokens):
 
 def test_the_tokenizer_gives_the_same_ids(real, ids):
     text = real_models.text()[: 8 * WINDOWS * LENGTH]
-    ours = load_tokenizer(real.run.config.data.tokenizer)
+    ours = load_tokenizer(real.run.spec.data.tokenizer)
     assert ours.encode(text.encode()).tolist() == ids
     start = real.tokenizer("").input_ids
     assert start == [ours.special.bos] * len(start)
@@ -122,7 +120,7 @@ def test_windows_amid_a_document_are_evaluated_as_the_family_begins_texts(real, 
     flags = {"dataset": "files", "data_dir": data_dir, "split": "all", "dtype": "float32"}
     flags |= {"output": str(tmp_path / "out"), "max_windows": WINDOWS, "seq_len": str(LENGTH)}
     (record,) = evaluate_run(real.workdir, **flags)
-    special = load_tokenizer(real.run.config.data.tokenizer).special
+    special = load_tokenizer(real.run.spec.data.tokenizer).special
     ids = real.tokenizer(text, add_special_tokens=False).input_ids
     stream = np.array([special.start, *ids, special.eos][: None if special.bos else -1])
     count = -(-(len(stream) - 1) // LENGTH)
@@ -152,14 +150,13 @@ def test_the_loss_in_bfloat16_is_theirs(real, ids):
 def test_the_likeliest_words_are_theirs(real):
     import torch
 
-    config = real.run.config
-    config.model.dtype = "float32"
+    spec = real.run.spec.replace({"model.dtype": "float32"})
     rows = [real.tokenizer(prompt).input_ids for prompt in PROMPTS]
-    ours = load_tokenizer(config.data.tokenizer).special
+    ours = load_tokenizer(spec.data.tokenizer).special
     sampling = generation.Sampling(
-        NEW_TOKENS, temperature=0.0, eos=ours.eos, stop_ids=config.data.stop_ids
+        NEW_TOKENS, temperature=0.0, eos=ours.eos, stop_ids=spec.data.stop_ids
     )
-    tokens, _ = generation.generate(config.model, sampling, real.params, rows, seed=0)
+    tokens, _ = generation.generate(spec.model, sampling, real.params, rows, seed=0)
     for row, continuation in zip(rows, tokens.tolist(), strict=True):
         options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
         inputs = torch.tensor([row])
@@ -171,18 +168,16 @@ def test_the_likeliest_words_are_theirs(real):
 def test_a_prompt_in_chunks_is_the_whole_pass_beyond_the_window(real, ids):
     import torch
 
-    config = real.run.config.model
-    config.dtype = "float32"
-    config = FrozenConfigDict(config)
+    spec = dataclasses.replace(real.run.spec.model, dtype="float32")
     start = real.tokenizer("").input_ids
     tokens = np.array([(start + ids)[:PROMPT]], np.int32)
     lengths = jnp.array([PROMPT], jnp.int32)
     fill = jax.jit(generation.fill_cache, static_argnums=0)
     whole = jax.jit(model.hidden_states, static_argnums=0)
-    last, _ = fill(config, real.params, jnp.asarray(tokens), lengths)
-    hidden = whole(config, real.params, jnp.asarray(tokens), jnp.arange(PROMPT)[None])
-    chunked = np.asarray(model.logits(config, real.params, last[:, 0]))
-    expected = np.asarray(model.logits(config, real.params, hidden[:, -1]))
+    last, _ = fill(spec, real.params, jnp.asarray(tokens), lengths)
+    hidden = whole(spec, real.params, jnp.asarray(tokens), jnp.arange(PROMPT)[None])
+    chunked = np.asarray(model.logits(spec, real.params, last[:, 0]))
+    expected = np.asarray(model.logits(spec, real.params, hidden[:, -1]))
     np.testing.assert_allclose(chunked, expected, rtol=0, atol=1e-3)
     with torch.no_grad():
         theirs = real.theirs(torch.tensor(tokens).long(), logits_to_keep=1).logits[:, -1]

@@ -1,6 +1,5 @@
 """Every class of transformers beside prope: logits, gradients, training, there and back."""
 
-import copy
 import dataclasses
 import functools
 import json
@@ -12,7 +11,6 @@ import numpy as np
 import oracles
 import pytest
 from oracles import decoder
-from prope.stack.layers import layer_windows
 from support.exchange import save, stored
 from support.models import assert_trees_close, forward, leaves_by_path, same
 from support.runs import SIZES as RUN_SIZES
@@ -20,9 +18,7 @@ from support.runs import make_run, save_run
 from support.text import articles
 
 from prope import model
-from prope.config import default_config
 from prope.data.tokenizer import load_tokenizer
-from prope.encodings import layer_frequencies, rotated_pairs
 from prope.hf import config_json, exporter, importer
 from prope.hf.families import (
     ACTIVATIONS,
@@ -37,6 +33,8 @@ from prope.hf.layout import list_tensors
 from prope.inference.generation import empty_cache
 from prope.optimizer import make_optimizer
 from prope.rope import frequencies
+from prope.spec.model import ModelSpec
+from prope.spec.run import Spec
 from prope.step import make_train_step
 from prope.workdir.run import open_run, read_config
 
@@ -59,10 +57,10 @@ def compute(torch, theirs, tokens):
         return theirs(torch.tensor(tokens)).logits.numpy()
 
 
-def compute_ours(config, params, tokens):
+def compute_ours(spec, params, tokens):
     """prope's logits."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return np.asarray(forward(config, params, jnp.asarray(tokens), positions))
+    return np.asarray(forward(spec, params, jnp.asarray(tokens), positions))
 
 
 # --- Gemma with p-RoPE --------------------------------------------------------------------------
@@ -74,17 +72,16 @@ def test_frequencies_are_transformers_proportional_ones_to_one_ulp(libraries, d)
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     transformers, _ = libraries
-    config = default_config()
     for p in np.arange(101) / 100:
         theta = 1e6 if p < 0.5 else 1e4
-        config.model.update(RUN_SIZES | {"head_dim": d, "max_wavelength": theta})
-        config.model.rope_percentage = float(p)
-        theirs = transformers.GemmaConfig(**config_json.to_hf(config, "float32"))
+        encoding = {"head_dim": d, "max_wavelength": theta, "rope_percentage": float(p)}
+        spec = Spec(model=ModelSpec(**RUN_SIZES | encoding))
+        theirs = transformers.GemmaConfig(**config_json.to_hf(spec, "float32"))
         expected, _ = ROPE_INIT_FUNCTIONS["proportional"](theirs, device=None)
         # Theirs are computed in float32.
         ours = frequencies(d, theta, p).astype(np.float32)
         np.testing.assert_array_max_ulp(ours, expected.numpy(), maxulp=1)
-        assert np.count_nonzero(ours) == rotated_pairs(config.model)
+        assert np.count_nonzero(ours) == spec.model.rotated_pairs
 
 
 def exact_angles(p):
@@ -106,11 +103,11 @@ def exact_angles(p):
 @pytest.mark.parametrize(("p", "kv_heads"), [(0, 1), (0.25, 4), (0.75, 1), (1, 4)])
 def test_logits_over_2048_tokens_are_those_of_transformers(libraries, tmp_path, p, kv_heads):
     _, torch = libraries
-    config, params = make_run(tmp_path / "run", p, num_kv_heads=kv_heads)
+    spec, params = make_run(tmp_path / "run", p, num_kv_heads=kv_heads)
     exporter.export(tmp_path / "run", tmp_path / "hf")
     theirs = load(libraries, tmp_path / "hf")
-    tokens = np.random.default_rng(1).integers(0, config.model.vocab_size, (1, 2048))
-    ours = compute_ours(config.model, params, tokens)
+    tokens = np.random.default_rng(1).integers(0, spec.model.vocab_size, (1, 2048))
+    ours = compute_ours(spec.model, params, tokens)
     rounded = compute(torch, theirs, tokens)
     theirs.model.rotary_emb.forward = exact_angles(p)
     expected = compute(torch, theirs, tokens)
@@ -125,7 +122,7 @@ def test_logits_over_2048_tokens_are_those_of_transformers(libraries, tmp_path, 
     assert files[0].read_bytes() == files[1].read_bytes()
     importer.import_run(tmp_path / "saved", tmp_path / "back")
     run = open_run(tmp_path / "back")
-    assert run.config.model.to_dict() == config.model.to_dict()
+    assert run.spec.model == spec.model
     assert same(run.params(), params)
 
 
@@ -178,7 +175,7 @@ ALL_SLIDING = {"layer_types": ("sliding_attention",), "sliding_window": 17}
 NORMS = {"post_norms": True, "use_qk_norm": True}
 GEMMA_3 = NORMS | {"attention_scale": 12**-0.5, "final_softcap": 3.0}
 GEMMA_2 = GEMMA_3 | {"use_qk_norm": False, "attention_softcap": 2.0}
-# By name: (class, p, fields of config.model, rope_type, or one for each kind of layer).
+# By name: (class, p, fields of the model, rope_type, or one for each kind of layer).
 ENCODINGS = {
     "cutoff": ("Gemma", 1, CUTOFF, "proportional"),
     "partial": ("Gemma", 0.25, {"rope_type": "partial"}, "longrope"),
@@ -230,17 +227,17 @@ def by_name(names, quick):
 
 
 def export_case(tmp_path, name):
-    """Exports a case to hf/: (config.model, params, result)."""
+    """Exports a case to hf/: (model, params, result)."""
     _, p, fields, _ = CASES[name]
-    config, params = make_run(tmp_path / "run", p, **fields)
-    return config.model, params, exporter.export(tmp_path / "run", tmp_path / "hf")
+    spec, params = make_run(tmp_path / "run", p, **fields)
+    return spec.model, params, exporter.export(tmp_path / "run", tmp_path / "hf")
 
 
 @pytest.mark.parametrize("name", by_name(CASES, QUICK))
 def test_transformers_computes_the_same_logits(libraries, tmp_path, name):
     """Also beyond the training length, where scalings count most."""
     hf_class, _, _, rope_type = CASES[name]
-    config, params, out = export_case(tmp_path, name)
+    spec, params, out = export_case(tmp_path, name)
     rope = json.loads((tmp_path / "hf" / "config.json").read_text())["rope_parameters"]
     by_kind = isinstance(rope_type, list)
     written = [kind["rope_type"] for kind in rope.values()] if by_kind else rope["rope_type"]
@@ -250,10 +247,10 @@ def test_transformers_computes_the_same_logits(libraries, tmp_path, name):
     attentions = [layer.self_attn for layer in theirs.model.layers]
     source = theirs.config if hf_class == "Mistral" else None  # which flash attention goes by
     windows = [getattr(source or layer, "sliding_window", None) for layer in attentions]
-    assert windows == layer_windows(config)
-    tokens = np.random.default_rng(1).integers(0, config.vocab_size, (1, 4 * LENGTH))
+    assert windows == [layer.window for layer in spec.layers]
+    tokens = np.random.default_rng(1).integers(0, spec.vocab_size, (1, 4 * LENGTH))
     expected = compute(libraries[1], theirs, tokens)
-    ours = compute_ours(config, params, tokens)
+    ours = compute_ours(spec, params, tokens)
     assert expected.std() > 1
     np.testing.assert_allclose(ours, expected, rtol=0, atol=BOUND)
 
@@ -261,10 +258,10 @@ def test_transformers_computes_the_same_logits(libraries, tmp_path, name):
 @pytest.mark.parametrize("name", [*OWN, "linear", "dynamic", "yarn", "yarn, its logits", "llama3"])
 def test_a_decoder_comes_back_from_its_export(tmp_path, name):
     """But for a last bit of norms: 1 + scale is rounded in the file where it is below 1/2."""
-    config, params, _ = export_case(tmp_path, name)
+    spec, params, _ = export_case(tmp_path, name)
     importer.import_run(tmp_path / "hf", tmp_path / "back")
     run = open_run(tmp_path / "back")
-    assert run.config.model.to_dict() == config.to_dict()
+    assert run.spec.model == spec
     assert_trees_close(run.params(), params, 2e-7)
     exporter.export(tmp_path / "back", tmp_path / "again")
     for file in ("config.json", "model.safetensors"):
@@ -428,7 +425,7 @@ def imported(libraries, tmp_path_factory):
             folder=folder,
             logits=logits,
             parameters=result["parameters"],
-            config=run.config.model,
+            spec=run.spec.model,
             params=run.params(),
         )
 
@@ -460,11 +457,10 @@ def test_yarn_where_some_layers_do_not_rotate(libraries, tmp_path, name):
     theirs.save_pretrained(tmp_path / "hf")
     importer.import_run(tmp_path / "hf", tmp_path / "run")
     run = open_run(tmp_path / "run")
-    ours = run.config.model
+    ours = run.spec.model
     params = run.params()
     assert distance(ours, params, expected) < BOUND
-    plain = ours.copy_and_resolve_references()
-    plain.logit_scale = "none"
+    plain = dataclasses.replace(ours, logit_scale="none", logit_scale_factor=None)
     is_scaled = name not in ("none", "without a factor")
     assert (distance(plain, params, expected) > 50 * BOUND) == is_scaled
     decode = jax.jit(functools.partial(model.decode, ours))
@@ -479,16 +475,16 @@ def test_yarn_where_some_layers_do_not_rotate(libraries, tmp_path, name):
     assert np.abs(again - expected).max() < BOUND
 
 
-def distance(config, params, expected):
+def distance(spec, params, expected):
     """The largest difference of a logit."""
-    return np.abs(compute_ours(config, params, TOKENS) - expected).max()
+    return np.abs(compute_ours(spec, params, TOKENS) - expected).max()
 
 
-def reference_distance(config, params, expected, freqs=None, **replaced):
+def reference_distance(spec, params, expected, freqs=None, **replaced):
     """The largest difference of a logit of the reference in NumPy, which compiles nothing."""
     positions = np.broadcast_to(np.arange(TOKENS.shape[1]), TOKENS.shape)
-    freqs = layer_frequencies(config) if freqs is None else freqs
-    ours = decoder(config, params, TOKENS, positions, freqs=freqs, **replaced)
+    freqs = [layer.frequencies for layer in spec.layers] if freqs is None else freqs
+    ours = decoder(spec, params, TOKENS, positions, freqs=freqs, **replaced)
     return np.abs(ours - expected).max()
 
 
@@ -497,17 +493,17 @@ def reference_distance(config, params, expected, freqs=None, **replaced):
 def test_logits_are_those_of_transformers(imported, name):
     """Whole, and in pieces with a cache."""
     oracle = imported(name)
-    config = oracle.config
+    spec = oracle.spec
     assert oracle.parameters == sum(leaf.size for leaf in jax.tree.leaves(oracle.params))
     assert np.abs(oracle.logits).max() > 1
-    assert reference_distance(config, oracle.params, oracle.logits) < BOUND
-    assert distance(config, oracle.params, oracle.logits) < BOUND
-    decode = jax.jit(functools.partial(model.decode, config))
-    cache = empty_cache(config, 2, 24)
+    assert reference_distance(spec, oracle.params, oracle.logits) < BOUND
+    assert distance(spec, oracle.params, oracle.logits) < BOUND
+    decode = jax.jit(functools.partial(model.decode, spec))
+    cache = empty_cache(spec, 2, 24)
     for start in range(0, 24, 3):  # windows have 5 keys
         tokens = jnp.asarray(TOKENS[:, start : start + 3], jnp.int32)
         hidden, cache = decode(oracle.params, tokens, cache, jnp.full(2, start, jnp.int32))
-        logits = model.logits(config, oracle.params, hidden)
+        logits = model.logits(spec, oracle.params, hidden)
         assert np.abs(logits - oracle.logits[:, start : start + 3]).max() < BOUND
 
 
@@ -527,13 +523,13 @@ def test_gradients_are_those_of_transformers(libraries, imported, name):
 
     def loss(params):
         positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-        logits = forward(oracle.config, params, jnp.asarray(TOKENS), positions)
+        logits = forward(oracle.spec, params, jnp.asarray(TOKENS), positions)
         log_likelihoods = jax.nn.log_softmax(logits[:, :-1])
         return -jnp.take_along_axis(log_likelihoods, TOKENS[:, 1:, None], axis=-1).mean()
 
     gradients = leaves_by_path(jax.grad(loss)(oracle.params))
     ours = {}
-    for tensor in list_tensors(oracle.config, FAMILIES["gemma4_text"]):
+    for tensor in list_tensors(oracle.spec, FAMILIES["gemma4_text"]):
         gradient = np.asarray(gradients["/".join(tensor.path)])
         if tensor.layer is not None:
             gradient = gradient[tensor.layer]
@@ -571,21 +567,21 @@ def test_import_then_export_is_the_same_file(libraries, imported, name, dtype):
 
 
 # A class with a rotation by kind of layer loads a run that has one kind alone, too.
-WINDOWS_ALONE = {"layer_types": ("sliding_attention",), "rope_scaling_type": "none"}
+WINDOWS_ALONE = {"layer_types": (SLIDING,), "rope_scaling_type": "none", "rope_scaling_factor": 1.0}
 
 
 @slow
 @pytest.mark.parametrize(("name", "changed"), [("dense4", {}), ("gemma3", WINDOWS_ALONE)])
 def test_another_p_is_exported_to_the_same_class(libraries, imported, name, changed, tmp_path):
     oracle = imported(name)
-    config = read_config(oracle.folder / "run")
-    config.model.update(changed | {"rope_percentage": 0.5})
-    save_run(tmp_path / "run", config, oracle.params)
+    model = dataclasses.replace(oracle.spec, **changed | {"rope_percentage": 0.5})
+    spec = dataclasses.replace(read_config(oracle.folder / "run"), model=model)
+    save_run(tmp_path / "run", spec, oracle.params)
     result = exporter.export(tmp_path / "run", tmp_path / "hf")
     assert result["class"] == f"{exported_as(name)}ForCausalLM"
     theirs = load(libraries, tmp_path / "hf", attn_implementation="eager")
     logits = compute(libraries[1], theirs, TOKENS)
-    assert distance(config.model, oracle.params, logits) < BOUND
+    assert distance(model, oracle.params, logits) < BOUND
     assert np.abs(logits - oracle.logits).max() > 50 * BOUND
 
 
@@ -646,7 +642,7 @@ def test_the_text_part_of_models_of_images(libraries, tmp_path, name):
         save(tmp_path / "hf", form)
         importer.import_run(tmp_path / "hf", tmp_path / f"run{number}")
         run = open_run(tmp_path / f"run{number}")
-        assert distance(run.config.model, run.params(), expected) < BOUND
+        assert distance(run.spec.model, run.params(), expected) < BOUND
 
 
 @slow
@@ -686,54 +682,47 @@ def test_absent_fields_are_those_of_the_class(libraries, model_type):
 
 
 def change_fields(**values):
-    """Changes fields of config.model."""
-
-    def change(config, params):
-        others = dict(values)
-        with config.ignore_type():
-            config.rope_percentage = others.pop("rope_percentage", config.rope_percentage)
-        config.update(others)
-        return params
-
-    return change
+    """Changes fields of the model."""
+    return lambda spec, params: (dataclasses.replace(spec, **values), params)
 
 
 def change_arrays(ending, function):
     """Changes the parameters whose path has an ending."""
 
-    def change(config, params):
+    def change(spec, params):
         def change_leaf(path, leaf):
             name = "/".join(key.key for key in path)
             return function(leaf) if name.endswith(ending) else leaf
 
-        return jax.tree_util.tree_map_with_path(change_leaf, params)
+        return spec, jax.tree_util.tree_map_with_path(change_leaf, params)
 
     return change
 
 
-def round_factor(config, params):
+def round_factor(spec, params):
     """sqrt(D) of the embedding in bfloat16, but not of the output matrix."""
-    config.tied = False
     table = model.embedding(params)
-    factor = np.sqrt(config.embed_dim)
+    factor = np.sqrt(spec.embed_dim)
     rounded = float(jnp.asarray(factor, jnp.bfloat16))
     embedder = {"input_embedding": table * (rounded / factor)}
-    return params | {"embedder": embedder, "head": {"w": table}}
+    untied = dataclasses.replace(spec, tied=False)
+    return untied, params | {"embedder": embedder, "head": {"w": table}}
 
 
-def tie(config, params):
-    config.tied = True
-    return {name: leaves for name, leaves in params.items() if name != "head"}
+def tie(spec, params):
+    tied = dataclasses.replace(spec, tied=True)
+    return tied, {name: leaves for name, leaves in params.items() if name != "head"}
 
 
-def exchange_norms(config, params):
+def exchange_norms(spec, params):
     layers = params["layers"]
     first = layers["pre_attention_norm"]
     second = layers["pre_ffw_norm"]
-    return params | {"layers": layers | {"pre_attention_norm": second, "pre_ffw_norm": first}}
+    exchanged = layers | {"pre_attention_norm": second, "pre_ffw_norm": first}
+    return spec, params | {"layers": exchanged}
 
 
-def keep_sum_of_layer_inputs(config, params):
+def keep_sum_of_layer_inputs(spec, params):
     """Layer inputs are the sum of both parts, not divided by sqrt(2)."""
     embedder = params["embedder"]
     norm = embedder["per_layer_projection_norm"]
@@ -741,7 +730,7 @@ def keep_sum_of_layer_inputs(config, params):
         "per_layer_embeddings": 2**0.5 * embedder["per_layer_embeddings"],
         "per_layer_projection_norm": {"scale": 2**0.5 * (1 + norm["scale"]) - 1},
     }
-    return params | {"embedder": embedder | scaled}
+    return spec, params | {"embedder": embedder | scaled}
 
 
 def zero(leaf):
@@ -754,6 +743,7 @@ def bias(number):
 
 
 NO_WINDOW = {"layer_types": (), "sliding_window": None}
+NO_SCALING = {"rope_scaling_type": "none", "rope_scaling_factor": 1.0}
 
 
 def take_normed_keys(query, key, value, positions, freqs):
@@ -805,7 +795,7 @@ MUTANTS = {
         "pattern of 3 shifted": change_fields(layer_types=(SLIDING, FULL, SLIDING)),
         "theta 1e4 everywhere": change_fields(max_wavelength=1e4),
         "theta 1e6 everywhere": change_fields(local_max_wavelength=1e6),
-        "no linear scaling": change_fields(rope_scaling_type="none"),
+        "no linear scaling": change_fields(**NO_SCALING),
     },
     "dense4": {
         "no layer_scalar": change_arrays("skip_scale", jnp.ones_like),
@@ -837,8 +827,8 @@ MUTANTS = {
     "llama3": {
         "eps": change_fields(norm_epsilon=1e-2),
         "1 + w for w": change_arrays("scale", lambda leaf: leaf + 1),
-        "no llama3 scaling": change_fields(rope_scaling_type="none"),
-        "linear for llama3": change_fields(rope_scaling_type="linear"),
+        "no llama3 scaling": change_fields(**NO_SCALING, original_seq_len=None),
+        "linear for llama3": change_fields(rope_scaling_type="linear", original_seq_len=None),
         "tied for untied": tie,
         "norms of attention and MLP exchanged": exchange_norms,
     },
@@ -870,11 +860,10 @@ MUTANTS = {
 }
 
 
-def scale_sliding_layers(config):
+def scale_sliding_layers(spec):
     """Other ports scaled Gemma 3's sliding layers too."""
-    freqs = np.stack(layer_frequencies(config))
-    windows = np.array([window is not None for window in layer_windows(config)])
-    return np.where(windows[:, None], freqs / config.rope_scaling_factor, freqs)
+    factors = [spec.rope_scaling_factor if layer.is_local else 1 for layer in spec.layers]
+    return [layer.frequencies / s for layer, s in zip(spec.layers, factors, strict=True)]
 
 
 def share_first_keys():
@@ -898,18 +887,17 @@ def test_each_single_change_is_seen(imported, name):
     far = functools.partial(reference_distance, expected=oracle.logits)
     distances = {}
     for what, change in MUTANTS[name].items():
-        config = copy.deepcopy(oracle.config)
-        distances[what] = far(config, change(config, oracle.params))
-    config, params = oracle.config, oracle.params
+        distances[what] = far(*change(oracle.spec, oracle.params))
+    spec, params = oracle.spec, oracle.params
     rotations = {}
     if name == "gemma3":
-        distances["scaled"] = far(config, params, freqs=scale_sliding_layers(config))
+        distances["scaled"] = far(spec, params, freqs=scale_sliding_layers(spec))
     elif name == "dense4":
         rotations = dict(enumerate((take_normed_keys, take_rotated_keys, rotate_prefix)))
     elif name == "e4":
         rotations["first keys"] = share_first_keys()
     for what, rotate_fn in rotations.items():
-        distances[what] = far(config, params, rotate_fn=rotate_fn)
+        distances[what] = far(spec, params, rotate_fn=rotate_fn)
     assert all(distance > 50 * BOUND for distance in distances.values()), distances
 
 
@@ -952,7 +940,7 @@ def test_eight_training_steps_equal_torch_s(libraries, tmp_path):
     _, torch = libraries
     B = 4
     T = 32
-    config, params = make_run(tmp_path / "run", 0.75)
+    spec, params = make_run(tmp_path / "run", 0.75)
     exporter.export(tmp_path / "run", tmp_path / "hf")
     theirs = load(libraries, tmp_path / "hf")
     # The names of norms end so; they do not decay. The head is the embedding.
@@ -966,18 +954,17 @@ def test_eight_training_steps_equal_torch_s(libraries, tmp_path):
     ]
     betas = (OPTIMIZER["b1"], OPTIMIZER["b2"])
     adamw = torch.optim.AdamW(groups, betas=betas, eps=OPTIMIZER["eps"])
-    config.update({"batch_size": B, "accumulation": 2, "num_steps": NUM_STEPS})
-    config.data.seq_len = T
-    config.optimizer.update(OPTIMIZER)
-    optimizer = make_optimizer(config)
-    step = jax.jit(make_train_step(config, optimizer))
+    fields = {"batch_size": B, "accumulation": 2, "num_steps": NUM_STEPS, "data.seq_len": T}
+    spec = spec.replace(fields | {f"optimizer.{name}": OPTIMIZER[name] for name in OPTIMIZER})
+    optimizer = make_optimizer(spec)
+    step = jax.jit(make_train_step(spec, optimizer))
     state = optimizer.init(params)
 
     rng = np.random.default_rng(2)
     rates = ("warmup_steps", "learning_rate", "final_learning_rate")
     for number in range(NUM_STEPS):
         # Without id 0: torch leaves the padding's embedding out of the gradient.
-        tokens = rng.integers(1, config.model.vocab_size, (B, T + 1))
+        tokens = rng.integers(1, spec.model.vocab_size, (B, T + 1))
         weights = (rng.random((B, T)) < 0.8).astype(np.float32)
         batch = {
             "tokens": jnp.asarray(tokens[:, :-1], jnp.int32),
