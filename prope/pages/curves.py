@@ -5,12 +5,20 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from prope.pages.drawing import TEXT, Picture, escape_invisible, legend, line, panels, styles
+from prope.pages.drawing import (
+    TEXT,
+    Picture,
+    escape_invisible,
+    legend,
+    line,
+    panels,
+    stacked_size,
+    styles,
+)
 from prope.pages.page import number
 from prope.pages.tasks import maps
 from prope.sweep.curves import (
     Curve,
-    Curves,
     Means,
     accuracies,
     average_curves,
@@ -20,6 +28,7 @@ from prope.sweep.curves import (
     by_position,
     by_step,
     minus_rope,
+    reach,
     read_curves,
 )
 from prope.sweep.recovery import WITHIN, Recovery, list_evaluations
@@ -30,15 +39,13 @@ VALIDATION = f"validation {LOSS}"
 DIFFERENCE = "difference (nats per token)"
 POSITION = "position (tokens)"
 _DIFFERENT_SEEDS = "\nmeans over different seeds: not comparable"
-_MEANS = (
-    "Means over seeds; bands, where there are several, are their standard errors. Where there is "
-    "a RoPE, on the right the difference from it, seed by seed: what is hard for all drops out."
-)
+_MEANS = "Means over seeds; bands are their 95 % intervals (Student’s t). "
+_MINUS_ROPE = "Below the difference from RoPE, seed by seed: what is hard for all drops out. "
+_ONE_SEED = "The band of a single seed is its 95 % interval over documents"
 
 
 def loss_picture(run: Run) -> Picture | None:
     """Makes a picture of the losses of a run by step; None without logged steps."""
-    spec = run.spec
     evaluations = list_evaluations(run)
 
     def draw(figure) -> None:
@@ -47,11 +54,7 @@ def loss_picture(run: Run) -> Picture | None:
         axes.plot(losses.keys(), losses.values(), color="#4477aa", lw=1.2, label="training batch")
         if evaluations:
             _draw_validation(axes, evaluations)
-        axes.set(
-            xlabel="step",
-            ylabel=LOSS,
-            title=f"{spec.data.dataset}, rope_percentage = {spec.model.rope_percentage}",
-        )
+        axes.set(xlabel="step", ylabel=LOSS)
         axes.locator_params(axis="x", integer=True)
         axes.legend()
 
@@ -61,7 +64,7 @@ def loss_picture(run: Run) -> Picture | None:
     last = [run.metrics[-1], *evaluations[-1:]]
     ends = [f"{number(one['loss'])} at step {one['step']:,}" for one in last]
     alt = f"Last losses of training and validation: {', '.join(ends)}."
-    return Picture("loss", "Loss", alt, caption, draw, size=(7, 4.2))
+    return Picture("loss", "Loss", alt, caption, draw)
 
 
 def _draw_validation(axes, evaluations: list[dict]) -> None:
@@ -90,11 +93,20 @@ class Plot(NamedTuple):
     read: Callable[[Run], Curve]
     log: bool = False  # x in octaves
     note: str = ""  # ends the caption
+    reach: Callable[[Run], Curve] = lambda run: {}  # half the 95 % intervals of a single run
 
 
 PLOTS = [
     Plot("loss", "Training loss", "step", LOSS, by_step),
-    Plot("position", "Loss by position in the window", POSITION, VALIDATION, by_position),
+    Plot(
+        "position",
+        "Loss by position in the window",
+        POSITION,
+        VALIDATION,
+        by_position,
+        note=f"{_ONE_SEED}.",
+        reach=functools.partial(by_position, read=reach),
+    ),
     Plot(
         "length",
         "Loss by context length",
@@ -102,11 +114,18 @@ PLOTS = [
         VALIDATION,
         by_length,
         log=True,
-        note=" Where max_windows limits their number, longer windows hold other text: then compare "
+        note="Where max_windows limits their number, longer windows hold other text: then compare "
         "lines, not their slopes.",
     ),
     Plot(
-        "far", "Loss by position in the longest windows", POSITION, VALIDATION, by_octave, log=True
+        "far",
+        "Loss by position in the longest windows",
+        POSITION,
+        VALIDATION,
+        by_octave,
+        log=True,
+        note=f"{_ONE_SEED}, the mean of those of its octave's parts: at least as wide as its own.",
+        reach=functools.partial(by_octave, read=reach),
     ),
 ]
 RECOVERY = Plot(
@@ -115,7 +134,7 @@ RECOVERY = Plot(
     "tokens of training",
     DIFFERENCE,
     dict,
-    note=f" Validation loss minus that of the control; back: at most {WITHIN:g}.",
+    note=f"Validation loss minus that of the control; back: at most {WITHIN:g}.",
 )
 
 
@@ -137,22 +156,23 @@ def pictures(
             "share of correct answers",
             functools.partial(by_distance, task=task),
             log=True,
-            note=f" A point has {min(answers):,} to {max(answers):,} answers of a run.",
+            note=f"A point has {min(answers):,} to {max(answers):,} answers of a run.",
         )
         plots.append(plot)
     rope_of = {row["group"]: row["reference"] for row in rows}
     drawn = [perplexity_picture(rows)]
-    drawn += [curves_picture(plot, read_curves(runs, plot.read), rope_of) for plot in plots]
+    drawn += [curves_picture(plot, runs, rope_of) for plot in plots]
     gaps = {recovery.run: dict(recovery.gaps) for recovery in recovered}
-    by_group = read_curves(runs, lambda run: gaps.get(run.name, {}))
-    drawn.append(curves_picture(RECOVERY, by_group, {}))
+    recovery = RECOVERY._replace(read=lambda run: gaps.get(run.name, {}))
+    drawn.append(curves_picture(recovery, runs, {}))
     return [picture for picture in drawn if picture] + maps(runs)
 
 
-def curves_picture(plot: Plot, by_group: Curves, rope_of: dict) -> Picture | None:
-    """Draws curves, and on the right their differences from RoPE's, whose group `rope_of` names."""
-    means = average_curves(by_group)
-    differences = average_curves(minus_rope(by_group, rope_of))
+def curves_picture(plot: Plot, runs: list[Run], rope_of: dict) -> Picture | None:
+    """Draws curves, and below their differences from RoPE's, whose group `rope_of` names."""
+    by_group = read_curves(runs, plot.read)
+    means = average_curves(by_group, read_curves(runs, plot.reach))
+    differences = average_curves(minus_rope(by_group, rope_of), {})
     if not means:
         return None
     are_equal = len(set(map(frozenset, by_group.values()))) == 1
@@ -162,7 +182,7 @@ def curves_picture(plot: Plot, by_group: Curves, rope_of: dict) -> Picture | Non
 
     def draw(figure) -> None:
         style = styles(list(by_group))
-        row = panels(figure, len(shown))[0]
+        row = panels(figure, len(shown), wrap=1)[0]
         for axes, (title, lines) in zip(row, shown.items(), strict=True):
             for group, points in lines.items():
                 line(axes, points, style[group], group)
@@ -180,14 +200,20 @@ def curves_picture(plot: Plot, by_group: Curves, rope_of: dict) -> Picture | Non
     last = {group: points[max(points)] for group, points in means.items()}
     ends = "; ".join(f"{group}: {mean:.4f}" for group, (mean, _) in last.items())
     alt = f"{plot.title}, by {plot.x}. At the right end: {ends}."
-    return Picture(plot.name, plot.title, alt, f"{_MEANS}{plot.note}", draw)
+    size = stacked_size(len(shown), list(by_group))
+    caption = plot.note
+    if differences:
+        caption = _MINUS_ROPE + caption
+    if max(map(len, by_group.values())) > 1:
+        caption = _MEANS + caption
+    return Picture(plot.name, plot.title, alt, caption, draw, size)
 
 
 # --- Perplexity -----------------------------------------------------------------------------------
 
 
 def perplexity_picture(rows: list[dict]) -> Picture | None:
-    """Draws perplexity by p, else by group, beside the paired differences of losses from RoPE's."""
+    """Draws perplexity by p, else by group, above the paired differences of losses from RoPE's."""
     by_p = all(P in row["values"] for row in rows)
     rows = [row for row in rows if row["perplexity"] is not None]
     if not rows:
@@ -201,7 +227,7 @@ def perplexity_picture(rows: list[dict]) -> Picture | None:
 
     def draw(figure) -> None:
         style = styles(list(perplexities))
-        row = panels(figure, len(shown), sharex=True)[0]
+        row = panels(figure, len(shown), wrap=1, sharex=by_p)[0]
         for axes, (name, means) in zip(row, shown.items(), strict=True):
             is_difference = means is differences
             joined = by_p and are_equal and not is_difference
@@ -219,10 +245,14 @@ def perplexity_picture(rows: list[dict]) -> Picture | None:
     means = "; ".join(f"{row['group']}: {row['perplexity']:.4f}" for row in rows)
     alt = f"Validation perplexity. {means}."
     caption = (
-        "Means over seeds and their standard deviations. Where there is a RoPE, on the right the "
+        "Means over seeds and their standard deviations. Where there is a RoPE, below the "
         "paired differences from it and their 95 % intervals, as in the table."
     )
-    return Picture("perplexity", title, alt, caption, draw)
+    width, height = stacked_size(len(shown), list(perplexities))
+    if not by_p:  # names of groups stand below each panel
+        width = max(width, 0.8 + 0.2 * len(rows))
+        height += 0.08 * len(shown) * max(len(row["group"]) for row in rows)
+    return Picture("perplexity", title, alt, caption, draw, (width, height))
 
 
 def read_means(rows: list[dict], by_p: bool) -> tuple[Means, Means]:
@@ -239,9 +269,7 @@ def read_means(rows: list[dict], by_p: bool) -> tuple[Means, Means]:
         perplexities.setdefault(name, {})[x] = (row["perplexity"], row["perplexity_sd"])
         difference = row["difference"]
         if difference:
-            interval = difference.interval()
-            reach = interval and interval[1] - difference.difference
-            differences.setdefault(name, {})[x] = (difference.difference, reach)
+            differences.setdefault(name, {})[x] = (difference.difference, difference.reach)
     return perplexities, differences
 
 

@@ -1,6 +1,7 @@
 """Writes HTML pages that hold all they show: readable without a network, in print and aloud."""
 
 import base64
+import itertools
 import math
 import os
 import pathlib
@@ -10,7 +11,7 @@ import jinja2
 from etils import epath
 from markupsafe import Markup
 
-from prope.pages.drawing import Picture, escape_invisible
+from prope.pages.drawing import PHONE, Picture, escape_invisible
 from prope.runtime.files import absolute, is_url
 
 _FOLDER = pathlib.Path(__file__).parent
@@ -34,9 +35,12 @@ def write(folder: epath.Path, template: str, pictures: list[Picture], **data) ->
         finalize=_finalize,
     )
     environment.filters["number"] = number
-    html = environment.get_template(f"{template}.html.j2").render(pictures=drawn, **data)
+    environment.globals["phone"] = PHONE
+    html = environment.get_template(f"{template}.html.j2").render(
+        pictures=drawn, phone=PHONE, **data
+    )
     output = folder / "index.html"
-    output.write_text(_with_contents(html), encoding="utf-8")
+    output.write_text(_with_columns(_with_contents(html)), encoding="utf-8")
     return output
 
 
@@ -52,6 +56,18 @@ def _with_contents(html: str) -> str:
     links = [f'<a href="#{target}">{title}</a>' for target, title in heads]
     contents = f'<nav aria-label="Contents">{" · ".join(links)}</nav>\n<section'
     return html.replace("<section", contents, 1)
+
+
+def _with_columns(html: str) -> str:
+    """Gives every cell the name of its column, which a phone shows beside it."""
+
+    def name_cells(table: re.Match) -> str:
+        heads = re.findall(r'<th scope="col"[^>]*>(.*?)</th>', table[0])
+        columns = itertools.cycle(re.sub("<.*?>", "", head) for head in heads)
+        cell = '<td|<th scope="row"'
+        return re.sub(cell, lambda start: f'{start[0]} data-column="{next(columns)}"', table[0])
+
+    return re.sub("<table.*?</table>", name_cells, html, flags=re.DOTALL)
 
 
 def _finalize(value):

@@ -12,6 +12,7 @@ from scipy import stats
 
 from prope.pages.drawing import (
     BORDER,
+    PHONE,
     TEXT,
     Picture,
     arrange,
@@ -72,7 +73,7 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
         f" {max(counts)} prompts a point), and dash-dotted the best guess. {result}"
     )
     alt = f"Right answers to {task} by length and depth. {result}"
-    size = (max(2.4 * columns, 4.8), 0.4 + 5 * blocks)
+    size = (max(2.4 * columns, PHONE), 0.4 + 5 * blocks)
     return Picture(f"task-{task}", f"Task {task}", alt, caption, draw, size)
 
 

@@ -12,13 +12,13 @@ import statistics
 from collections.abc import Callable
 from operator import itemgetter
 
-from prope.inference.statistics import average_seeds
+from prope.inference.statistics import Difference, average_seeds
 from prope.sweep.runs import SEED, Run, groups, shown_fields
 from prope.workdir.records import find_evaluation, find_evaluations
 
 Curve = dict[float, float]
 Curves = dict[str, dict[int | None, Curve]]
-Points = dict[float, tuple[float, float | None]]  # mean and error by x
+Points = dict[float, tuple[float, float | None]]  # mean, and half its 95 % interval, by x
 Means = dict[str, Points]
 
 
@@ -27,15 +27,22 @@ def by_step(run: Run) -> Curve:
     return {record["step"]: record["loss"] for record in run.metrics}
 
 
-def by_position(run: Run) -> Curve:
-    """Reads the last step's loss by position in the window."""
+def by_position(run: Run, read: Callable[[dict], float | None] = itemgetter("loss")) -> Curve:
+    """Reads the last step's loss, or `reach`, by position in the window."""
     evaluation = run.evaluation or {}
-    return curve_by_bucket_centre(evaluation.get("by_position", []), "loss")
+    return curve_by_bucket_centre(evaluation.get("by_position", []), read)
 
 
-def curve_by_bucket_centre(buckets: list[dict], name: str) -> Curve:
-    """Reads a measure by the middle of each bucket of positions or distances."""
-    return {(bucket["from"] + bucket["to"]) / 2: bucket[name] for bucket in buckets}
+def reach(bucket: dict) -> float | None:
+    """Computes half the 95 % interval over documents; None of one document, or an old record."""
+    stderr = bucket.get("loss_stderr")
+    return stderr and Difference(bucket["loss"], stderr, bucket["documents"]).reach
+
+
+def curve_by_bucket_centre(buckets: list[dict], read: Callable[[dict], float | None]) -> Curve:
+    """Reads a measure by the middle of each bucket of positions or distances that has it."""
+    curve = {(bucket["from"] + bucket["to"]) / 2: read(bucket) for bucket in buckets}
+    return {middle: value for middle, value in curve.items() if value is not None}
 
 
 def last_evaluations(run: Run) -> list[dict]:
@@ -63,22 +70,26 @@ def by_length(run: Run) -> Curve:
     return fullest
 
 
-def by_octave(run: Run) -> Curve:
-    """Reads the last step's loss by octave of positions, in windows longer than training's."""
+def by_octave(run: Run, read: Callable[[dict], float | None] = itemgetter("loss")) -> Curve:
+    """Reads the last step's loss by octave of positions, in windows longer than training's.
+
+    The mean `reach` of an octave's buckets is at least that of their mean loss.
+    """
     trained = run.spec.data.seq_len
     records = [record for record in last_evaluations(run) if record.get("by_position")]
     longest = max(records, key=itemgetter("seq_len"), default={"seq_len": trained})
     if longest["seq_len"] <= trained:
         return {}
-    losses = {}
+    means = {}
     by_octave = itertools.groupby(longest["by_position"], lambda b: b["from"].bit_length())
     for _, octave in by_octave:
         buckets = list(octave)
         middle = (buckets[0]["from"] + buckets[-1]["to"]) / 2
         tokens = [bucket["tokens"] for bucket in buckets]
-        values = [bucket["loss"] for bucket in buckets]
-        losses[middle] = statistics.fmean(values, weights=tokens)
-    return losses
+        values = [read(bucket) for bucket in buckets]
+        if None not in values:
+            means[middle] = statistics.fmean(values, weights=tokens)
+    return means
 
 
 def accuracies(run: Run) -> list[dict]:
@@ -93,7 +104,7 @@ def accuracies(run: Run) -> list[dict]:
 def by_distance(run: Run, task: str) -> Curve:
     """Reads the last step's accuracy in a task by the distance from question to answer."""
     entries = [entry for entry in accuracies(run) if entry["task"] == task]
-    return curve_by_bucket_centre(entries, "accuracy")
+    return curve_by_bucket_centre(entries, itemgetter("accuracy"))
 
 
 def read_curves(runs: list[Run], read: Callable[[Run], Curve]) -> Curves:
@@ -107,18 +118,20 @@ def read_curves(runs: list[Run], read: Callable[[Run], Curve]) -> Curves:
     return by_group
 
 
-def average_curves(by_group: Curves) -> Means:
+def average_curves(by_group: Curves, reaches: Curves) -> Means:
     """Averages the curves of each group over seeds, at every x that all of them have.
 
-    A single seed has no standard error; groups without points are left out.
+    A single seed has the interval of `reaches`, if there is one; groups without points are left
+    out.
     """
     means: Means = {}
     for group, seeds in by_group.items():
         curves = list(seeds.values())
         points: Points = {}
         for x in sorted(set.intersection(*map(set, curves))):
-            mean, error, *_ = average_seeds([curve[x] for curve in curves])
-            points[x] = (mean, error)
+            mean = average_seeds([curve[x] for curve in curves])
+            of_one = next(iter(reaches.get(group, {}).values()), {}).get(x)
+            points[x] = (mean.difference, of_one if len(curves) == 1 else mean.reach)
         if points:
             means[group] = points
     return means

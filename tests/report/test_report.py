@@ -157,6 +157,7 @@ def test_the_result_is_that_of_the_files(reported):
     assert nope["interval"] == pytest.approx(interval(sweep, 0))
     assert nope["interval_over_documents"] is None, "the runs have kept no sums"
     assert rope is None
+    assert all(len(set(map(len, table))) == 1 for table in page.tables)
     head, *rows = page.tables[0]
     assert head[:3] == ["p", "rotated pairs", "runs"]
     assert "paper" not in page.text, "other data, another model"
@@ -396,6 +397,9 @@ def test_the_page_of_a_run_has_all_of_its_evaluations(sweep, undrawn):
     ]
     write_lines(folder / "eval.jsonl", [plain | change for change in changes])
     page = Page(pathlib.Path(report_run(folder)["output"]))
+    first = next(attributes for tag, attributes in page.tags if tag == "img")
+    assert first["alt"].startswith("Last losses of training")
+    assert all(len(set(map(len, table))) == 1 for table in page.tables)
     rows = table_with(page, "predicted tokens")
     assert {row[3]: row[5] for row in rows} == {
         "–": "2.2500",
@@ -951,6 +955,41 @@ def test_errors_of_perplexity_are_deviations_and_those_of_differences_intervals(
         assert ends == pytest.approx((values.mean() - reach, values.mean() + reach))
     for p, ends in zip((0, 0.25), error_bars(difference), strict=True):
         assert ends == pytest.approx(interval(sweep, p))
+
+
+def band_ends(axes, number=0) -> dict[float, tuple[float, float]]:
+    """The ends of a line's band, by x."""
+    (path,) = axes.collections[number].get_paths()
+    x, y = path.vertices.T
+    return {at: (y[x == at].min(), y[x == at].max()) for at in set(x)}
+
+
+def test_bands_are_intervals_over_seeds_and_of_a_single_run_over_documents(sweep):
+    """Those of positions; the octave of two buckets has the mean of theirs, by tokens."""
+    path = run_folder(sweep, 0) / "eval.jsonl"
+    records = read_lines(path)
+    *_, last = records[-2]["by_position"]
+    records[-2]["by_position"].append(last | {"from": 96, "to": 128, "tokens": 27})
+    errors = (0.1, 0.2, 0.3)
+    for record in records:
+        for bucket, stderr in zip(record.get("by_position", []), errors, strict=False):
+            bucket |= {"documents": 12, "loss_stderr": stderr}
+    write_lines(path, records)
+    axes, _ = draw_picture(pictures_by_name(sweep)["position"]).axes
+    losses = [[bucket["loss"] for bucket in row] for row in finals(sweep, 0, "by_position")]
+    ends = band_ends(axes)
+    for place, of_seeds in zip((32, 96), zip(*losses, strict=True), strict=True):
+        expected = stats.ttest_1samp(of_seeds, 0).confidence_interval(0.95)
+        assert ends[place] == pytest.approx(tuple(expected))
+    shutil.rmtree(run_folder(sweep, 0, 1))
+    drawn = pictures_by_name(sweep)
+    t = stats.t.ppf(0.975, 11)
+    far = [0.1, (9 * 0.2 + 27 * 0.3) / 36]
+    for name, stderrs in (("position", errors[:2]), ("far", far)):
+        axes, _ = draw_picture(drawn[name]).axes
+        ends = band_ends(axes)
+        for x, y, stderr in zip(*axes.lines[0].get_data(), stderrs, strict=True):
+            assert ends[x] == pytest.approx((y - t * stderr, y + t * stderr))
 
 
 def error_bars(axes) -> list[tuple[float, float]]:

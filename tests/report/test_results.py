@@ -75,6 +75,7 @@ def contrast_rows(report: dict) -> list[str]:
             signed(contrast["difference"]),
             interval(contrast["interval"]),
             f"{contrast['p_value']:.3g}",
+            f"{contrast['sign_flip_p_value']:.3g}",
         )
         rows.append(table_row(cells))
     return rows

@@ -296,7 +296,8 @@ def test_a_steps_time_and_wait_are_its_own(tmp_path, dispatch, slow_batch):
             time.sleep(0.3)
     records = read_lines(tmp_path / "metrics.jsonl")
     found = [record["step_seconds"] for record in records]
-    assert found == pytest.approx(np.diff(ends).tolist(), abs=0.04)
+    # Half of the 0.3 seconds that a wrong count would add or leave out.
+    assert found == pytest.approx(np.diff(ends).tolist(), abs=0.15)
     tokens = spec.batch_size * spec.data.seq_len
     speeds = [record["tokens_per_second"] for record in records]
     assert speeds == pytest.approx([tokens / seconds for seconds in found])
