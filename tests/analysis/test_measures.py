@@ -447,7 +447,7 @@ def analyse_on(run, shape):
         options = analysis_options(channels=8, head_of="t5", layers="0,2")
         found = analysis.analyse(run, options)
         batches = 1 if size == 1 else -(-ROWS // (data * fsdp))
-        assert len(walks[-1].enter().x) == batches
+        assert len(walks[-1].enter()) == batches
         linear = walks[-1]._layer_params(1)["mlp"]["linear"]
         shard = linear.addressable_shards[0].data
         assert shard.size * fsdp * tensor == linear.size, "not sharded"
