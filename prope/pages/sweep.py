@@ -11,7 +11,6 @@ from prope.inference.opening import check_folder, results_folder
 from prope.inference.statistics import Difference
 from prope.pages import interventions, page
 from prope.pages.curves import pictures
-from prope.pages.drawing import Picture
 from prope.pages.page import link_to, number
 from prope.pages.run import duration, origin, training_seconds
 from prope.spec.run import Spec
@@ -57,8 +56,6 @@ PAPER_FIELDS = {
     "model.hidden_dim": 16_384,
     "data.seq_len": 8192,
 }
-# Of the page, beside that of results; those that are not given are empty.
-_TABLES = ("contrasts", "changes", "lengths", "recoveries")
 # The sources of FlanV2, as configs/gemma_2b_flan.py names folders.
 FLAN = {"flan2021", "t0", "niv2", "cot", "dialog"}
 
@@ -77,16 +74,15 @@ def report_sweep(
     if contrasts:
         declare(directory, folder, contrasts)
     runs = read_sweep(directory)
-    declared = compare_declared(runs, folder)
     rows = result_rows(runs, compare_with_rope(runs))
     found = {
-        "contrasts": declared,
+        "contrasts": compare_declared(runs, folder),
         "changes": list_changes(runs),
         "lengths": context.rows(runs),
         "recoveries": recoveries(runs),
     }
-    drawn = pictures(runs, rows, found["recoveries"]) + interventions.pictures(found["changes"])
-    page_path = write(directory, runs, rows, drawn, folder, **found)
+    unfinished = unfinished_entries(directory, runs)
+    path = _write(directory, folder / "report", runs, rows=rows, unfinished=unfinished, **found)
     means = table(runs)
     for row, result in zip(means, rows, strict=True):
         row["selected_best"] = result["best"]
@@ -98,12 +94,12 @@ def report_sweep(
                 "comparisons": result["difference"].comparisons,
                 "interval_over_documents": documents and documents.interval(),
             }
-    record = {"output": str(page_path), "runs": [run.record() for run in runs], "table": means}
-    record["unfinished"] = unfinished_entries(directory, runs)
+    record = {"output": str(path), "runs": [run.record() for run in runs], "table": means}
+    record["unfinished"] = unfinished
     printed = {
         "lengths": list(map(_describe_length, found["lengths"])),
         "recovery": [recovery._asdict() for recovery in found["recoveries"]],
-        "contrasts": list(map(describe_contrast, declared)),
+        "contrasts": list(map(describe_contrast, found["contrasts"])),
         "interventions": [
             change._asdict() | describe(change.difference, "difference")
             for change in found["changes"]
@@ -135,49 +131,37 @@ def describe_contrast(contrast: Comparison) -> dict:
     return contrast._asdict() | fields | {"documents": documents}
 
 
-def write(
-    directory: epath.Path,
-    runs: list[Run],
-    rows: list[dict],
-    drawn: list[Picture],
-    folder: epath.Path,
-    **found: Sequence,
-) -> epath.Path:
-    """Writes report/index.html and its pictures into `folder`; returns the page's path.
-
-    `found` are more tables of the page, of the names in `_TABLES`.
-    """
-    report = folder / "report"
+def _write(directory: epath.Path, folder: epath.Path, runs: list[Run], **found) -> epath.Path:
+    """Writes index.html and its pictures into `folder`; `found` are tables of the page, by name."""
     spec = runs[0].spec
     # A run may lack the fields of another grid.
     swept = dict.fromkeys(name for run in runs for name in run.values)
     differing = differing_fields(runs)
+    drawn = pictures(runs, found["rows"], found["recoveries"])
     return page.write(
-        report,
+        folder,
         "sweep",
-        drawn,
+        drawn + interventions.pictures(found["changes"]),
         title=f"Sweep {directory.resolve().name}",
-        lead=lead(rows),
+        lead=lead(found["rows"]),
         spec=spec,
         parameters=parameters.count(spec.model),
         by_p=all(P in run.values for run in runs),
-        rows=rows,
         swept=list(swept),
         windows=sorted({run.evaluation.get("windows") or 0 for run in finished_runs(runs)}),
         effective_lengths=context.effective_lengths(runs),
         left_out=sum(len(run.dropped) for run in runs),
         planned=len(read_entries(directory)),
-        unfinished=unfinished_entries(directory, runs),
         equality=equality(runs),
         runs=[
-            {"name": run.name, "link": link_to(run.workdir / "report" / "index.html", report)}
+            {"name": run.name, "link": link_to(run.workdir / "report" / "index.html", folder)}
             | run.record()
             | origin(run)
             for run in runs
         ],
         training_time=duration(sum(map(training_seconds, runs))),
         settings={name: value for name, value in spec.flat().items() if name not in differing},
-        **dict.fromkeys(_TABLES, ()) | found,
+        **found,
     )
 
 
