@@ -123,6 +123,12 @@ def test_flax_is_imported_by_the_model_only(imports):
     assert [name for name in imports if "flax" in libraries(imports, name)] == ["model"]
 
 
+def test_configs_of_ml_collections_end_at_the_door(imports):
+    """All other code takes the specs that are made of them."""
+    doors = {"config", "command", "train", "sweep.execute", "sweep.grid", "workdir.saved_config"}
+    assert {name for name in imports if "ml_collections" in libraries(imports, name)} == doors
+
+
 def test_rope_imports_jax_and_numpy_only(imports):
     assert libraries(imports, "rope") == {"jax", "numpy"}
 
