@@ -283,7 +283,10 @@ class DocumentSums:
 
 
 def summarize(sums: paired.Sums, rows=slice(None), columns=slice(None)) -> dict:
-    """Computes the loss of some documents in some buckets; None where no token is predicted."""
+    """Computes the loss of some documents in some buckets; None where no token is predicted.
+
+    Its standard error is over documents; None of a single one.
+    """
     tokens = sums.tokens[rows, columns].sum(axis=1)
     loss, stderr = sums.mean_and_stderr(rows, columns) if tokens.any() else (None, None)
     return {

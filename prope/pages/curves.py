@@ -44,8 +44,8 @@ _MINUS_ROPE = "Below the difference from RoPE, seed by seed: what is hard for al
 _ONE_SEED = "The band of a single seed is its 95 % interval over documents"
 
 
-def loss_picture(run: Run) -> Picture | None:
-    """Makes a picture of the losses of a run by step; None without logged steps."""
+def loss_picture(run: Run) -> Picture:
+    """Makes a picture of the losses of a run by step, of which some are logged."""
     evaluations = list_evaluations(run)
 
     def draw(figure) -> None:
@@ -58,8 +58,6 @@ def loss_picture(run: Run) -> Picture | None:
         axes.locator_params(axis="x", integer=True)
         axes.legend()
 
-    if not run.metrics:
-        return None
     caption = "Validation is made during training, on the same windows at every step."
     last = [run.metrics[-1], *evaluations[-1:]]
     ends = [f"{number(one['loss'])} at step {one['step']:,}" for one in last]

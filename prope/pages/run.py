@@ -50,13 +50,14 @@ def report_run(workdir: epath.Path, output: str | None = None) -> dict:
         raise usage_error("--workdir", workdir, problem, "train or evaluate it first")
     folder = results_folder(workdir, workdir, output)
     check_folder(folder, output)
-    drawn = [loss_picture(run), encoding_picture(run), *_curves(run)]
-    drawn = [picture for picture in drawn if picture] + interventions.pictures(list_changes([run]))
+    curves = [picture for picture in pictures([run], []) if picture.name != "loss"]
+    changes = interventions.pictures(list_changes([run]))
+    losses = [loss_picture(run)] if run.metrics else []
     (effective,) = effective_lengths([run]).values()
     path = page.write(
         folder / "report",
         "run",
-        drawn,
+        [*losses, encoding_picture(run), *curves, *changes],
         title=f"Run {workdir.resolve().name}",
         run=run,
         encoding=spec.model.describe_rotation(),
@@ -125,13 +126,6 @@ def encoding_picture(run: Run) -> Picture:
     )
     alt = f"Frequencies: {'; '.join(curves)}."
     return Picture("frequencies", "Encoding", alt, caption, draw)
-
-
-def _curves(run: Run) -> list[Picture]:
-    """Makes the pictures of one run that a sweep's page has too, without its training loss."""
-    row = {"group": run.group, "reference": None}
-    drawn = pictures([run], [row | {"values": run.values, "perplexity": None}])
-    return [picture for picture in drawn if picture.name != "loss"]
 
 
 def origin(run: Run) -> dict:
