@@ -180,10 +180,12 @@ def _check_entry(name: str, entry: dict, tokenizer: str) -> None:
     """Checks what a source needs in a mixture: its weight, and data that can be mixed."""
     if not isinstance(entry, dict):
         raise usage_error(name, entry, "must be a dict, as config.data.mixture has them")
-    for field in entry:
+    for field, value in entry.items():
         if field not in _MIXTURE_FIELDS:
             hint = nearest(field, _MIXTURE_FIELDS)
             raise UsageError(f"{name}: has no field {field}{hint}; it takes {_MIXTURE_FIELDS}")
+        if field != "weight" and not isinstance(value, str):
+            raise usage_error(f"{name}.{field}", value, "must be text")
     weight = entry.get("weight")
     family = entry.get("dataset", "mixture").split("/")[0]
     has_weight = isinstance(weight, int | float) and 0 < weight < math.inf

@@ -253,6 +253,7 @@ FIELDS = [
     {"optimizer.learning_rate": math.inf},
     {"data.validation_fraction": 0.0},
     {"data.data_dir": "/data"},
+    {"data.tokenizer": ""},
     {"model.rope_type": "cape"},
     {"model.rope_scaling_type": "ntq"},
     {"model.logit_scale": "yarm"},
@@ -341,10 +342,15 @@ def test_attention_that_a_device_cannot_run_is_refused():
         ([1], "saved config"),
         ({"model.num_layers": 4}, "model.num_layers"),
         ({"seed": "a"}, "seed"),
+        ({"model": {"test_window": 4}}, "model.test_window=4"),
     ],
 )
 def test_a_saved_config_from_elsewhere_is_refused(values, named):
     assert named in refusal(lambda: from_dict(values))
+
+
+def test_fields_that_left_are_read_where_they_were_unused():
+    assert resolve(from_dict({"model": {"test_window": None, "test_sinks": 0}})) == Spec()
 
 
 # --- What the world does ----------------------------------------------------------------------

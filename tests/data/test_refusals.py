@@ -307,6 +307,7 @@ STORE = {"dataset": NAME, "store": "gs://bucket/a", "data_dir": ""}
         (MIXTURE | {"mixture": (FILES | {"weight": 0},)}, "data.mixture[0]={'weight': 0, "),
         (MIXTURE | {"mixture": ({"weight": 1},)}, "data.mixture[0]={'weight': 1}: "),
         (MIXTURE | {"mixture": (FILES | {"data_dri": "a"},)}, "did you mean data_dir?"),
+        (MIXTURE | {"mixture": (FILES | {"dataset": 3},)}, "data.mixture[0].dataset=3"),
         (MIXTURE | {"mixture": (FILES,), "store": "gs://bucket/a"}, "data.store=gs://bucket/a"),
         (STORE | {"dataset": "synthetic/copy"}, "data.store=gs://bucket/a"),
         (STORE | {"store": ""}, "data.data_dir="),

@@ -422,9 +422,9 @@ def test_turns_are_spread_evenly(shares):
 
 
 def test_a_mixture_takes_from_each_source_its_share_and_order(tmp_path):
-    data, data = mixture(tmp_path, weights=(0.75, 0.25))
+    data, alone = mixture(tmp_path, weights=(0.75, 0.25))
     windows = open_windows(data, 260, "train")
-    first, second = (open_windows(source, 260, "train") for source in data)
+    first, second = (open_windows(source, 260, "train") for source in alone)
     indices = [windows.window_index(example, seed=5) for example in range(4 * first.count)]
     from_first = [index for index in indices if index < first.count]
     from_second = [index - first.count for index in indices if index >= first.count]

@@ -38,7 +38,6 @@ from tokenizers import (
 )
 
 from prope.analysis.sequences import read_sequences
-from prope.config import default_config, differences
 from prope.data import view
 from prope.data.mixture import open_windows
 from prope.data.sources.find import find_source
@@ -53,6 +52,7 @@ from prope.data.vocabulary import sample, split_lines, train_tokenizer
 from prope.hf import exporter, importer, tokenizers
 from prope.inference import generation
 from prope.inference.generation import Sampling
+from prope.spec.run import Spec
 from prope.workdir.run import open_run, read_config, write_config
 
 SECRET = "xylophonistically"
@@ -90,7 +90,7 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory):
+def spec(tmp_path_factory):
     """300 texts of a few words; those held out, and only those, are full of another word."""
     root = tmp_path_factory.mktemp("tokenizer")
     rng = np.random.default_rng(0)
@@ -107,16 +107,14 @@ def config(tmp_path_factory):
             texts.append(text)
     (root / "text").mkdir()
     write_lines(root / "text" / "all.jsonl", [{"text": text} for text in texts])
-    config = default_config()
-    fields = {"dataset": "files", "data_dir": str(root / "text"), "cache_dir": str(root / "cache")}
-    config.data.update(fields | {"validation_fraction": 0.2, "seq_len": 64})
-    return config
+    fields = {"validation_fraction": 0.2, "seq_len": 64}
+    return Spec(data=data_config(root, "files", root / "text", **fields))
 
 
 @pytest.fixture(scope="module", params=["unigram", "bpe"])
-def model(request, config, tmp_path_factory):
+def model(request, spec, tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "a.model"
-    result = train_tokenizer(config, str(path), 330, request.param, 10**6)
+    result = train_tokenizer(spec, str(path), 330, request.param, 10**6)
     assert result["model"] == str(path)
     assert result["vocab_size"] == 330
     return path, request.param
@@ -141,10 +139,10 @@ def test_the_command_learns_bpe_which_other_programs_read_alike(run_command, tmp
     assert done.code == 0 and done.result["model_type"] == "bpe", done.stderr
 
 
-def test_the_same_text_gives_the_same_file(model, config, bucket):
+def test_the_same_text_gives_the_same_file(model, spec, bucket):
     path, kind = model
     again = epath.Path(bucket) / "another-name.model"
-    train_tokenizer(config, str(again), 330, kind, 10**6)
+    train_tokenizer(spec, str(again), 330, kind, 10**6)
     assert again.read_bytes() == path.read_bytes()
 
 
@@ -154,24 +152,23 @@ def test_an_unknown_token_may_have_any_id(unk, expected):
     assert np.flatnonzero(special.is_unknown(np.arange(5))).tolist() == expected
 
 
-def test_held_out_documents_are_not_learnt_from(model, config, tmp_path):
+def test_held_out_documents_are_not_learnt_from(model, spec, tmp_path):
     """Their word has the only x: learnt from, it would be a piece, and not a byte."""
     path, kind = model
     trained = processor(path)
     assert trained.piece_to_id("x") == trained.unk_id()
     assert trained.piece_to_id("Z") != trained.unk_id()
-    everything = config.copy_and_resolve_references()
-    everything.data.validation_fraction = 1e-9
+    everything = spec.replace({"data.validation_fraction": 1e-9})
     train_tokenizer(everything, str(tmp_path / "all.model"), 330, kind, 10**6)
     assert processor(tmp_path / "all.model").piece_to_id("x") > 259
 
 
-def test_every_text_comes_back_byte_for_byte(model, config):
+def test_every_text_comes_back_byte_for_byte(model, spec):
     rng = np.random.default_rng(1)
     alphabet = list(dict.fromkeys("".join(ODD)))
     noise = ["".join(rng.choice(alphabet, rng.integers(1, 60))) for _ in range(500)]
     texts = [text.encode() for text in ODD + noise]
-    texts += texts_of(find_source(config.data))
+    texts += texts_of(find_source(spec.data))
     for tokenizer in (load_tokenizer(str(model[0])), load_tokenizer("byte")):
         for text in texts:
             ids = tokenizer.encode(text)
@@ -531,7 +528,7 @@ def test_a_text_begins_and_ends_as_the_tokenizer_has_it(tmp_path, monkeypatch, m
     assert whole[: len(prompt)] == prompt
     continuation = [*whole[len(prompt) :], special.eos]
 
-    def generate(config, sampling, params, rows, seed):
+    def generate(spec, sampling, params, rows, seed):
         assert rows == [[special.start, *prompt]]
         ends = {special.eos} if special.bos is not None else {special.eos, special.start}
         assert sampling.eos == special.eos and set(sampling.stop_ids) == ends
@@ -569,12 +566,12 @@ def test_a_tokenizer_goes_along_and_a_moved_run_finds_it(tmp_path, family, check
     result = importer.import_run(checkpoint, tmp_path / "back")
     assert result["tokenizer"] == str(tmp_path / "back" / "tokenizer")
     (tmp_path / "back").rename(tmp_path / "moved")
-    config = open_run(tmp_path / "moved").config
-    assert config.data.tokenizer == str(tmp_path / "moved" / "tokenizer")
-    assert config.data.stop_ids == ()
+    data = open_run(tmp_path / "moved").spec.data
+    assert data.tokenizer == str(tmp_path / "moved" / "tokenizer")
+    assert data.stop_ids == ()
     original = load_tokenizer(str(folder))
     exporter.export(tmp_path / "moved", tmp_path / "again")
-    for place in (config.data.tokenizer, tmp_path / "again"):
+    for place in (data.tokenizer, tmp_path / "again"):
         ours = load_tokenizer(str(place))
         assert (ours.special, ours.fingerprint) == (special, original.fingerprint)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -653,7 +650,7 @@ def test_a_sentencepiece_model_is_exported_as_a_tokenizer_json(tmp_path, kind, n
         assert written.encode(text.encode()).tolist() == ids, text
         assert written.decode(ids) == ours.decode(ids) or name == "without bytes"
     importer.import_run(folder, tmp_path / "back")
-    back = load_tokenizer(open_run(tmp_path / "back").config.data.tokenizer)
+    back = load_tokenizer(open_run(tmp_path / "back").spec.data.tokenizer)
     assert (back.special, back.fingerprint) == (written.special, written.fingerprint)
 
 
@@ -669,13 +666,13 @@ CLASSES = {
 @pytest.mark.parametrize(
     "name", ["Gemma", *(pytest.param(name, marks=pytest.mark.slow) for name in [*CLASSES][1:])]
 )
-def test_autotokenizer_gives_the_ids_of_both_kinds(model, config, tmp_path, name):
+def test_autotokenizer_gives_the_ids_of_both_kinds(model, spec, tmp_path, name):
     """And has no token beyond the model's vocabulary."""
     transformers = pytest.importorskip("transformers")
     folder, ours = exported_with(tmp_path, model[0], **CLASSES[name])
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     assert len(theirs) == ours.vocab_size == 330
-    texts = [document.text.decode() for document in find_source(config.data).documents()]
+    texts = [document.text.decode() for document in find_source(spec.data).documents()]
     for text in [*texts[:50], *TEXTS, "    a\n\n\tb"]:
         text = text.replace("▁", " ")
         ids = ours.encode(text.encode()).tolist()
@@ -745,11 +742,11 @@ def test_the_written_tokenizer_is_compared_on_the_run_s_own_texts(tmp_path):
     file = learn(tmp_path, "bpe", **IDENTITY, user_defined_symbols=["<turn>"])
     (tmp_path / "text").mkdir()
     write_lines(tmp_path / "text" / "a.jsonl", [{"text": "a <turn>b <turn>c"}] * 9)
-    config, params = make_run(tmp_path / "docs", tokenizer=file, vocab_size=400)
+    spec, params = make_run(tmp_path / "docs", tokenizer=file, vocab_size=400)
     exporter.export(tmp_path / "docs", tmp_path / "hf")
     for place in ("text", "gone"):
-        config.data.update({"dataset": "files", "data_dir": str(tmp_path / place)})
-        save_run(tmp_path / f"run-{place}", config, params)
+        fields = {"data.dataset": "files", "data.data_dir": str(tmp_path / place)}
+        save_run(tmp_path / f"run-{place}", spec.replace(fields), params)
     assert "<turn>" in refusal(exporter.export, tmp_path / "run-text", tmp_path / "other")
     exporter.export(tmp_path / "run-gone", tmp_path / "other")  # on Python's texts alone
 
@@ -765,16 +762,14 @@ def test_a_model_of_words_is_refused(tmp_path):
 @pytest.mark.parametrize(("name", "is_one"), [("words/", True), ("checkpoints", False)])
 def test_what_lies_in_a_run_is_its_tokenizer_if_it_is_one(tmp_path, name, is_one):
     """And another folder of that name is not."""
-    config = default_config()
-    config.data.tokenizer = f"{tmp_path}/elsewhere/{name}"
-    write_config(tmp_path, config)
+    spec = Spec().replace({"data.tokenizer": f"{tmp_path}/elsewhere/{name}"})
+    write_config(tmp_path, spec)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "words").mkdir()
     write(smollm, tmp_path / "words")
-    found = read_config(tmp_path).data.tokenizer
-    assert found == (str(tmp_path / "words") if is_one else config.data.tokenizer)
-    config.data.tokenizer = found
-    assert not differences(config, read_config(tmp_path))
+    read = read_config(tmp_path)
+    found = str(tmp_path / "words") if is_one else spec.data.tokenizer
+    assert read == spec.replace({"data.tokenizer": found})
 
 
 @pytest.mark.parametrize("old", ["gone", "another"])
@@ -788,8 +783,8 @@ def test_a_run_that_was_moved_has_its_tokenizer_with_it(tmp_path, sentencepiece_
     else:
         (first / "tokenizer.model").write_text("another")
     run = open_run(moved)
-    assert run.config.data.tokenizer == str(moved / "tokenizer.model")
-    assert load_tokenizer(run.config.data.tokenizer).vocab_size == 300
+    assert run.spec.data.tokenizer == str(moved / "tokenizer.model")
+    assert load_tokenizer(run.spec.data.tokenizer).vocab_size == 300
 
 
 # --- What cannot be used ----------------------------------------------------------------------
@@ -829,10 +824,10 @@ def test_files_that_are_no_tokenizer(tmp_path, name, content):
         ({"output": "none/m.model"}, "/none/m.model: "),
     ],
 )
-def test_models_that_cannot_be_trained(config, tmp_path, flags, mentions):
+def test_models_that_cannot_be_trained(spec, tmp_path, flags, mentions):
     defaults = {"output": "m.model", "vocab_size": 330, "model_type": "unigram"}
     output, *others = (defaults | {"sample_bytes": 10**6} | flags).values()
-    assert mentions in refusal(train_tokenizer, config, str(tmp_path / output), *others)
+    assert mentions in refusal(train_tokenizer, spec, str(tmp_path / output), *others)
     assert not list(tmp_path.iterdir())
 
 
@@ -881,9 +876,9 @@ def test_the_end_of_a_tuned_checkpoint_is_its_tokenizer_s(
         values = json.dumps({"eos_token_id": in_generation})
         (tmp_path / "hf" / "generation_config.json").write_text(values)
     importer.import_run(tmp_path / "hf", tmp_path / "back")
-    config = open_run(tmp_path / "back").config
-    assert load_tokenizer(config.data.tokenizer).special.eos == 2
-    assert tuple(config.data.stop_ids) == expected
+    data = open_run(tmp_path / "back").spec.data
+    assert load_tokenizer(data.tokenizer).special.eos == 2
+    assert data.stop_ids == expected
     is_said = "the tokenizer's end token is 2" in caplog.text
     assert is_said == (2 not in np.atleast_1d(in_config))
     exporter.export(tmp_path / "back", tmp_path / "again")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import functools
 import importlib
@@ -21,10 +22,11 @@ from gcsfs.retry import HttpError
 from support.heads import analysis_options
 from support.models import same
 from support.runs import NO_WINDOWS, make_run, restore_training
-from support.text import articles, write_lines
+from support.text import articles, data_config, write_lines
 
 from prope import sharding
 from prope.analysis import analysis
+from prope.config import resolve
 from prope.errors import RunFailed, StorageFailed, UsageError
 from prope.hf import exporter, importer
 from prope.inference import generation, losses
@@ -59,7 +61,7 @@ ARRAYS = PARAMS[-1]
 TREE_BYTES = 2**13  # arrays are in larger files
 
 
-def draw_state(config, step):
+def draw_state(spec, step):
     """Parameters and optimizer state in which every number matters."""
     rng = np.random.default_rng(step)
 
@@ -68,7 +70,7 @@ def draw_state(config, step):
             return jnp.asarray(0.1 * rng.standard_normal(leaf.shape), leaf.dtype)
         return jnp.full(leaf.shape, step, leaf.dtype)
 
-    init = functools.partial(init_state, config, make_optimizer(config))
+    init = functools.partial(init_state, spec, make_optimizer(spec))
     return jax.tree.map(draw, jax.eval_shape(init))
 
 
@@ -80,16 +82,16 @@ def run(tmp_path_factory):
     for folder in (workdir, base / "text"):
         folder.mkdir()
     write_lines(base / "text" / "a.jsonl", [{"text": text} for text in articles(30)])
-    config = importlib.import_module("configs.quickstart").get_config("tiny")
-    config.data.update({"dataset": "files", "data_dir": str(base / "text")})
-    config.data.update({"cache_dir": str(base / "cache"), "seq_len": 32})
-    config.data.validation_fraction = 0.3
-    write_config(workdir, config)
-    identity = {"config": config.to_dict(), "init_hash": "0" * 16}
+    fields = {"validation_fraction": 0.3, "seq_len": 32}
+    spec = resolve(importlib.import_module("configs.quickstart").get_config("tiny"))
+    data = data_config(base, "files", base / "text", **fields)
+    spec = dataclasses.replace(spec, data=data)
+    write_config(workdir, spec)
+    identity = {"config": spec.to_dict(), "init_hash": "0" * 16}
     with Checkpoints(workdir) as checkpoints:
         for step in (10, 20):
-            params, opt_state = draw_state(config, step)
-            data = data_state(config, NO_WINDOWS, step)
+            params, opt_state = draw_state(spec, step)
+            data = data_state(spec, NO_WINDOWS, step)
             checkpoints.save(step, params, opt_state, identity, data)
     return workdir
 
@@ -144,7 +146,7 @@ def read_despite(run, kind, read, message="") -> list:
 def by_layers(run: Run):
     """All parameters, read one layer or array at a time."""
     read = run.checkpoint.read
-    layers = [read(("layers",), number) for number in range(run.config.model.num_layers)]
+    layers = [read(("layers",), number) for number in range(run.spec.model.num_layers)]
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
     embedding = read(("embedder", "input_embedding"))
     return {
@@ -227,16 +229,16 @@ def test_a_file_that_is_cut_short_or_gone_is_damage(run, tmp_path, damage, item)
 @pytest.mark.slow
 def test_what_nothing_reads_changes_nothing(run):
     """Parameters need no file of the optimizer's state; nothing needs the unread ones."""
-    config = read_config(run)
+    spec = read_config(run)
     expected = by_layers(open_run(run, 20))
-    restored = restore_training(config, run)
+    restored = restore_training(spec, run)
     for kind in (*OPT_STATE, *UNREAD):
         for flipped in flips(run, kind):
             for read in (Run.params, by_layers):
                 assert same(read(open_run(run, 20)), expected), flipped
     for kind in UNREAD:
         for flipped in flips(run, kind, [0.5]):
-            assert restore_training(config, run) == restored, flipped
+            assert restore_training(spec, run) == restored, flipped
 
 
 @pytest.fixture
@@ -443,16 +445,16 @@ def test_one_byte_of_the_optimizer_state_is_noticed_by_its_hash(run, tmp_path):
     """In an array, as no checksum of a compressed chunk would notice it."""
     copy = shutil.copytree(run, tmp_path / "run")
     shutil.rmtree(copy / "checkpoints" / "10")
-    config = read_config(copy)
+    spec = read_config(copy)
     hashes = json.loads((copy / SAVED / "hashes.json").read_text())["items"]
-    state = jax.tree.map(np.array, draw_state(config, 20)[1])
+    state = jax.tree.map(np.array, draw_state(spec, 20)[1])
     assert array_hashes(state) == hashes["opt_state"]
     leaves = jax.tree.leaves(state)
     for leaf in (leaves[0], leaves[-1]):
         leaf.reshape(-1).view(np.uint8)[0] ^= 1
         reader.write_hashes(copy / SAVED, hashes | {"opt_state": array_hashes(state)})
         with pytest.raises(UsageError, match="20 is damaged .opt_state.* is not what was saved"):
-            restore_training(config, copy)
+            restore_training(spec, copy)
         leaf.reshape(-1).view(np.uint8)[0] ^= 1
 
 
@@ -532,13 +534,13 @@ def test_training_neither_resumes_nor_starts_from_a_flipped_byte(run, tmp_path, 
     copy = shutil.copytree(run, tmp_path / "run")
     new = tmp_path / "new"
     shutil.rmtree(copy / "checkpoints" / "10")
-    config = read_config(copy)
-    resumed = restore_training(config, copy)
-    started = restore_training(config, new, copy)
+    spec = read_config(copy)
+    resumed = restore_training(spec, copy)
+    started = restore_training(spec, new, copy)
     assert (resumed[0], started[0]) == (20, 0) and resumed[1] == started[1]
     refused = "nothing whole to go on from: checkpoint 20 is damaged"
-    resume = functools.partial(restore_training, config, copy)
-    start = functools.partial(restore_training, config, new, copy)
+    resume = functools.partial(restore_training, spec, copy)
+    start = functools.partial(restore_training, spec, new, copy)
     for kind in kinds:
         assert all(restored == resumed for restored in read_despite(copy, kind, resume, refused))
         if kind not in OPT_STATE:  # which a new run does not read

@@ -1,6 +1,5 @@
 """Faults of a run: kills, signals, a full disk, damaged checkpoints; on real processes."""
 
-import contextlib
 import json
 import os
 import random
@@ -9,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import time
-import types
 
 import jax
 import pytest
@@ -18,8 +16,9 @@ from support.text import hash_files, read_lines
 
 from configs.quickstart import get_config
 from prope import sharding
+from prope.config import resolve
 from prope.data.mixture import open_windows
-from prope.train import Training
+from prope.train import read_batches
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.run import open_run
 
@@ -271,21 +270,12 @@ def test_a_token_store_that_was_replaced(copy, whole, train, cache_dir, tmp_path
 
 def test_the_first_batch_of_a_late_start_is_read_at_once(cache_dir):
     """The batch of a step is a function of the step: nothing before it is read again."""
-    config = get_config("tiny")
-    config.data.cache_dir = str(cache_dir)
-    windows = open_windows(config.data, config.model.vocab_size, "train")
+    spec = resolve(get_config("tiny")).replace({"data.cache_dir": str(cache_dir)})
+    windows = open_windows(spec.data, spec.model.vocab_size, "train")
     seconds = []
     for step in (0, 1_000_000):  # the first imports what reads
-        training = types.SimpleNamespace(
-            config=config,
-            windows=windows,
-            prepared=types.SimpleNamespace(mesh=sharding.make_mesh()),
-            writer=types.SimpleNamespace(waiting_for_data=contextlib.nullcontext),
-            start=step,
-            stop=step + 1,
-        )
         began = time.perf_counter()
-        next(Training.batches(training))
+        next(read_batches(spec, windows, sharding.make_mesh(), step, step + 1))
         seconds.append(time.perf_counter() - began)
     assert seconds[1] < 1
 

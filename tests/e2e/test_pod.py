@@ -119,7 +119,7 @@ np.savez(sys.argv[3], **arrays)
 
 def read_as_numpy(workdir) -> dict[str, np.ndarray]:
     run = open_run(workdir, 2)
-    num_layers = run.config.model.num_layers
+    num_layers = run.spec.model.num_layers
     layers = [run.checkpoint.read(("layers",), number) for number in range(num_layers)]
     params = {name: run.checkpoint.read((name,)) for name in ("embedder", "final_norm")}
     params["layers"] = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
