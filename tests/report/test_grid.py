@@ -9,6 +9,7 @@ from support.commands import ROOT, refusal
 
 from prope.config import default_config
 from prope.errors import RunFailed
+from prope.spec.run import Spec
 from prope.sweep.grid import plan, read_grids
 from prope.sweep.runs import Run, check_equal, reference, table, table_text
 
@@ -78,9 +79,9 @@ def test_the_sweep_of_table_2_has_fourteen_runs():
     names = [run.name for run in runs]
     assert len(set(names)) == 14
     assert names[0] == "config=gemma_2b_wiki,rope_percentage=0"
-    assert {run.config.data.dataset for run in runs} == {"wikipedia/20230601.en", "mixture"}
-    assert {run.config.num_steps for run in runs} == {700}
-    models = [run.config.model for run in runs]
+    assert {run.spec.data.dataset for run in runs} == {"wikipedia/20230601.en", "mixture"}
+    assert {run.spec.num_steps for run in runs} == {700}
+    models = [run.spec.model for run in runs]
     assert [model.rope_percentage for model in models[:8]] == [0, 0.25, 0.75, 1] * 2
     assert [(model.rope_type, model.max_wavelength) for model in models[7:]] == [
         ("proportional", 1e4),
@@ -103,8 +104,8 @@ def test_a_method_is_named_by_itself():
     assert len(runs) == 17
     names = [f"config={method}-tiny,seed=0" for method in ("rope", "nope", "p_rope_0.25")]
     assert [run.name for run in runs[:3]] == names
-    assert {run.config.num_steps for run in runs} == {7}
-    assert runs[10].config.model.rope_type == "cope"
+    assert {run.spec.num_steps for run in runs} == {7}
+    assert runs[10].spec.model.rope_type == "cope"
     assert runs[10].arguments[0].endswith("encodings_wiki.py:cope-tiny")
     files = [f"{ROOT}/configs/encodings_{page}.py:cope" for page in ("wiki", "synthetic")]
     assert "config=cope" in refusal(lambda: names_of({"config": files}))
@@ -153,24 +154,22 @@ def test_a_table_has_the_fields_of_all_grids():
 
 
 def make_run(name, hashes, init="aa", loss=1.0, **fields):
-    config = default_config()
-    config.num_steps = 2
     named = {field.replace("__", "."): value for field, value in fields.items()}
-    config.update_from_flattened_dict(named)
+    spec = Spec().replace({"num_steps": 2} | named)
     evaluation = {
         "step": 2,
         "loss": loss,
         "perplexity": 2 * loss,
         "bits_per_byte": 3 * loss,
-        "dataset": config.data.dataset,
-        "seq_len": config.data.seq_len,
+        "dataset": spec.data.dataset,
+        "seq_len": spec.data.seq_len,
         "max_windows": None,
     }
     return Run(
         name,
         pathlib.Path(name),
-        {"rope_percentage": config.model.rope_percentage, "seed": config.seed},
-        config,
+        {"rope_percentage": spec.model.rope_percentage, "seed": spec.seed},
+        spec,
         started=True,
         step=2,
         init_hash=init,

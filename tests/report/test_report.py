@@ -23,7 +23,7 @@ from support.sweeps import SWEEP_STEPS as STEPS
 from support.sweeps import Page, draw_picture
 from support.text import read_lines, write_lines
 
-from prope.config import default_config
+from prope.config import resolve
 from prope.errors import UsageError
 from prope.inference import paired
 from prope.inference.statistics import average_seeds
@@ -32,6 +32,9 @@ from prope.pages import drawing
 from prope.pages import sweep as sweep_page
 from prope.pages.curves import loss_picture, pictures
 from prope.pages.run import encoding_picture, report_run
+from prope.spec.data import DataSpec
+from prope.spec.model import ModelSpec
+from prope.spec.run import Spec
 from prope.sweep import comparisons, context, curves, runs
 from prope.sweep.interventions import list_changes
 
@@ -308,7 +311,7 @@ def test_a_run_with_windows_of_another_length_takes_nothing_from_the_others(swee
     for number, run in enumerate(read):
         records = [record | {"windows": 8} for record in run.last_evaluations]
         if number == 0:
-            run.config.data.seq_len = 512
+            run = dataclasses.replace(run, spec=run.spec.replace({"data.seq_len": 512}))
             records = [record | {"seq_len": 512, "windows": 4} for record in records]
         read[number] = dataclasses.replace(run, evaluations=records)
     assert {run.state for run in runs.on_common_windows(read)} == {"finished"}
@@ -433,11 +436,10 @@ def test_a_run_of_any_p_has_a_page(sweep, p, undrawn):
 
 def test_the_encoding_of_a_run_is_drawn_by_kind_of_layer():
     """Frequencies by the formula wavelength^(-2 k / head_dim); what does not rotate has none."""
-    config = default_config()
     model = {"num_layers": 3, "head_dim": 16, "max_wavelength": 10_000.0, "rope_percentage": 0.5}
     windows = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 8}
-    config.model.update(model | windows | {"local_rope_percentage": 1.0})
-    picture = encoding_picture(SimpleNamespace(config=config))
+    spec = Spec(model=ModelSpec(**model | windows | {"local_rope_percentage": 1.0}))
+    picture = encoding_picture(SimpleNamespace(spec=spec))
     axes = draw_picture(picture).axes[0]
     *curves, once = axes.lines
     rotate = [8, 4]
@@ -447,7 +449,7 @@ def test_the_encoding_of_a_run_is_drawn_by_kind_of_layer():
         assert f"{pairs} pairs rotate" in curve.get_label()
         expected = np.where(np.arange(8) < pairs, freqs, np.nan)
         np.testing.assert_allclose(curve.get_ydata(), expected, rtol=1e-6)
-    assert once.get_ydata()[0] == pytest.approx(2 * math.pi / config.data.seq_len)
+    assert once.get_ydata()[0] == pytest.approx(2 * math.pi / spec.data.seq_len)
 
 
 def test_a_field_that_differs_though_it_is_not_swept_is_named(sweep):
@@ -582,7 +584,7 @@ SLIDING = {"model.layer_types": ("sliding_attention",), "model.sliding_window": 
 def test_the_papers_numbers_stand_beside_its_own_runs_only(name, changes, expected):
     config = runpy.run_path(f"{ROOT}/configs/gemma_2b_{name}.py")["get_config"]()
     config.update_from_flattened_dict(changes)
-    assert sweep_page.paper_result(config) == expected
+    assert sweep_page.paper_result(resolve(config)) == expected
 
 
 @pytest.mark.parametrize(
@@ -1003,10 +1005,9 @@ def error_bars(axes) -> list[tuple[float, float]]:
 
 def stand_in(evaluations, seq_len=256) -> SimpleNamespace:
     """What pictures read of a run at its last step."""
-    config = default_config()
-    config.data.seq_len = seq_len
+    spec = Spec(data=DataSpec(seq_len=seq_len))
     records = [{"step": 10, "dataset": "python_docs"} | one for one in evaluations]
-    return SimpleNamespace(config=config, evaluations=records, metrics=[1], last_step=10)
+    return SimpleNamespace(spec=spec, evaluations=records, metrics=[1], last_step=10)
 
 
 def test_positions_in_long_windows_are_put_together_by_octaves():

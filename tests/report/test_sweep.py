@@ -198,7 +198,7 @@ def test_a_directory_of_another_sweep_is_refused(whole):
     line = refusal(lambda: execute.check_same_sweep(directory, planned, three, base, "W"))
     assert "--init_from=W" in line
     run = plan(three, "", other, {})[0]
-    line = refusal(lambda: read_run(directory / run.name, run.values, run.config))
+    line = refusal(lambda: read_run(directory / run.name, run.values, run.spec))
     assert run.name in line and "batch_size: 8, not 16" in line
 
 
