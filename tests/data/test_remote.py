@@ -83,7 +83,7 @@ def test_a_bucket_gives_the_same_store_as_a_folder(tmp_path, bucket, local, kind
     assert_same_store(there, here)
     copies = [] if kind == "files" else shard_bytes(tmp_path / kind)
     assert shard_bytes(local) == copies, "nothing else is left"
-    here.cache_dir = f"{bucket}/stores"
+    here = dataclasses.replace(here, cache_dir=f"{bucket}/stores")
     store = build.open_store(here, 260)
     assert len(places.files_below(epath.Path(store.path))) >= 5
 
@@ -91,7 +91,7 @@ def test_a_bucket_gives_the_same_store_as_a_folder(tmp_path, bucket, local, kind
 @pytest.mark.slow
 def test_workers_share_the_copies_of_shards(tmp_path, bucket, local):
     there, here = write_both(tmp_path, bucket, "array_record", articles(20_000))
-    here.num_workers = 3
+    here = dataclasses.replace(here, num_workers=3)
     assert_same_store(there, here)
     assert shard_bytes(local) == shard_bytes(tmp_path / "array_record")
 
@@ -145,13 +145,13 @@ def test_text_and_tokenizer_in_a_bucket(tmp_path, bucket, local, sentencepiece_m
     there, here = write_both(tmp_path, bucket, "files", articles())
     model = epath.Path(bucket) / "sp.model"
     model.write_bytes(pathlib.Path(sentencepiece_model).read_bytes())
-    there.tokenizer = sentencepiece_model
-    here.tokenizer = str(model)
+    there = dataclasses.replace(there, tokenizer=sentencepiece_model)
+    here = dataclasses.replace(here, tokenizer=str(model))
     assert_same_store(there, here, 300)
-    here.tokenizer = f"{bucket}/other.model"
+    here = dataclasses.replace(here, tokenizer=f"{bucket}/other.model")
     assert f"config.data.tokenizer={bucket}/other.model" in refusal(open_store, here, 300)
     model.copy(epath.Path(bucket) / "files" / "tokenizer.model")
-    here.tokenizer = f"{bucket}/files/"
+    here = dataclasses.replace(here, tokenizer=f"{bucket}/files/")
     assert_same_store(there, here, 300)
 
 
@@ -226,7 +226,7 @@ def test_a_disk_too_small_for_copies(tmp_path, bucket, local):
 
 def test_a_local_disk_that_is_full(tmp_path, bucket, local, monkeypatch):
     _, here = write_both(tmp_path, bucket, "files", articles())
-    here.cache_dir = f"{bucket}/stores"
+    here = dataclasses.replace(here, cache_dir=f"{bucket}/stores")
 
     def no_space(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -307,7 +307,7 @@ def test_two_hosts_that_prepare_at_once_lose_nothing(
     """One host writes all of the store while another is about to write what `moment` names."""
     expected = read_files(open_store(data, 260).path)
     if place == "folder":
-        in_bucket.cache_dir = str(tmp_path / "shared")
+        in_bucket = dataclasses.replace(in_bucket, cache_dir=str(tmp_path / "shared"))
         monkeypatch.setattr(build.filelock, "FileLock", NoLock)
     steps = {"chunks": (workers, "pack_chunks"), "index": (build, "_concatenate")}
     module, name = steps.get(moment, (arrays, "write_array"))
