@@ -45,6 +45,7 @@ _FIELDS_HELP = (
     "--config.FIELD=VALUE, after --config, sets a config field; prope/spec has all of them, "
     "with their defaults and meanings."
 )
+_RESOLVED = set()  # "config", where it must be valid as it is
 _ACCELERATORS = ("accel*", "vfio/*", "nvidia*", "kfd")  # device files of TPUs and GPUs
 # Packages of which any brings JAX a platform, by its name in JAX_PLATFORMS.
 _PLUGINS = {"tpu": ["libtpu"], "cuda": ["jax_cuda12_plugin", "jax_cuda13_plugin"]}
@@ -134,7 +135,7 @@ def prepare(define_flags: Callable[[], None], doc: str, uses_devices: bool = Tru
         if uses_devices:
             _check_platforms()
         _parse_flags(sys.argv, _define(define_flags))
-        if "config" in flags.FLAGS and flags.FLAGS.config is not None:
+        if _RESOLVED and flags.FLAGS.config is not None:
             read_spec()  # after flags that are missing, for this imports JAX
     except Exception as error:
         message, code = _describe_error(error)
@@ -226,8 +227,9 @@ def define_place(name: str, help: str, by_seed: bool = False) -> None:
 
 
 def define_config(help: str = "the run's config file, such as configs/quickstart.py") -> None:
-    """Defines --config; `read_spec` returns what it means."""
+    """Defines --config, a config that must be valid as it is; `read_spec` returns its spec."""
     config_flags.DEFINE_config_file("config", None, help)
+    _RESOLVED.add("config")
 
 
 def read_spec() -> Spec:

@@ -15,7 +15,8 @@ from ml_collections.config_dict import placeholder
 from prope.errors import UsageError, log, nearest, usage_error
 from prope.spec.data import EMBEDDED, is_generated
 from prope.spec.fields import value_type
-from prope.spec.run import FIELDS, GROUPS, Spec, group_of
+from prope.spec.model import ModelSpec
+from prope.spec.run import FIELDS, GROUPS, Spec, check_run, group_of
 
 # A Python file with an argument, the path of a config.json.
 _READER = f"{pathlib.Path(__file__).parent / 'workdir' / 'saved_config.py'}:"
@@ -73,14 +74,17 @@ def resolve(config: ConfigDict) -> Spec:
     from prope.runtime.files import as_path  # imports TensorStore, which --help does not wait for
 
     groups: dict[str, dict[str, Any]] = {"": {}} | {group: {} for group in GROUPS}
-    for name, value in flat(config).items():
+    fields = flat(config)
+    check_run(fields)
+    for name, value in fields.items():
         group = group_of(name)
         groups[group][name.split(".")[-1]] = tuple(value) if isinstance(value, list) else value
     run = groups.pop("")
-    spec = Spec(**run, **{name: GROUPS[name](**fields) for name, fields in groups.items()})
-    for name, place in spec.data.places().items():
+    model = groups.pop("model")
+    parts = {name: GROUPS[name](**values) for name, values in groups.items()}
+    for name, place in parts["data"].places().items():
         as_path(f"config.{name}", place)
-    return spec
+    return Spec(**run, **parts, model=ModelSpec(**model))  # the last one, for it imports JAX
 
 
 def spec_from_dict(values: dict) -> Spec:

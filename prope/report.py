@@ -11,7 +11,8 @@ is another folder for them.
 
 --contrast declares which groups of runs are to be compared, before any result is read: it is kept
 in DIR/contrasts.jsonl, with the number of runs that had a result. Declare contrasts before the runs
-are evaluated. Their p-values are adjusted for the number of all that were declared.
+are evaluated. Their p-values, by Student's t and by sign flips, are adjusted for the number of all
+that were declared.
 """
 
 from absl import flags
@@ -43,8 +44,8 @@ def main() -> dict:
         raise usage_error("--contrast", FLAGS.contrast[0], problem, "give --sweep, not --workdir")
     import jax
 
-    from prope.sweep.page import report_sweep
-    from prope.sweep.run_page import report_run
+    from prope.pages.run import report_run
+    from prope.pages.sweep import report_sweep
 
     # Only files are read, and an accelerator may be in use by another run.
     jax.config.update("jax_platforms", "cpu")

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from prope.analysis import census, channels, measures, page
+from prope.analysis import census, channels, measures
 from prope.analysis.choices import Tokens, choose_tokens, parse_layers, parse_places
 from prope.analysis.sequences import read_sequences
 from prope.analysis.walk import Walk
@@ -16,6 +16,7 @@ from prope.errors import log, usage_error
 from prope.inference.opening import check_folder, results_folder
 from prope.inference.statistics import average_seeds
 from prope.model import Captured
+from prope.pages import analysis as page
 from prope.runtime import processes
 from prope.runtime.files import write_atomic
 from prope.spec.model import Layer

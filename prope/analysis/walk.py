@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,11 +30,10 @@ _TOKENS = 8192  # per device and batch
 _KEPT = 2**30  # bytes of parameters that all stay on the devices
 
 
-class Stream(NamedTuple):
-    """What goes from layer to layer, by batch: rows on the host."""
-
-    x: list[np.ndarray]  # the residual stream
-    memory: list[dict]  # {kind: {"key", "value"}} of layers whose keys and values others share
+# What goes from layer to layer: the rows of every batch, on the host. They are "x", the residual
+# stream; "layer_inputs" [b, L, T, Q], where layers have some; and by kind of layer the "key" and
+# "value" that others share.
+Stream = list[dict[str, Any]]
 
 
 class Walk:
@@ -89,17 +88,14 @@ class Walk:
     def enter(self) -> Stream:
         """Embeds the tokens: the residual stream before the first layer."""
         embedder = self._params(("embedder",))
-        batches = self.batches(self.tokens)
-        embedded = []
-        inputs = []
-        for batch in batches:
-            x = self.run(self._embed, embedder["input_embedding"], batch)
+        stream = []
+        for tokens in self.batches(self.tokens):
+            x = self.run(self._embed, embedder["input_embedding"], tokens)
+            stream.append({"x": _local_rows(x)})
             if self.spec.per_layer_input_dim:
-                layer_inputs = self.run(self._layer_inputs, embedder, batch, x)
-                inputs.append(_local_rows(layer_inputs))
-            embedded.append(_local_rows(x))
-        self._inputs = inputs  # [b, L, T, Q] of every batch
-        return Stream(embedded, [{} for _ in batches])
+                inputs = self.run(self._layer_inputs, embedder, tokens, x)
+                stream[-1]["layer_inputs"] = _local_rows(inputs)
+        return stream
 
     def layer(
         self,
@@ -118,24 +114,22 @@ class Walk:
         indices = self._tables.indices
         index = None if indices is None else indices[number]
         table = np.asarray(self._tables.choose(layer.kind, index))
-        after = Stream([], [])
+        after = []
         results = []
-        for batch, rows in enumerate(stream.x):
-            batch_arrays = {"x": rows}
-            memory = stream.memory[batch]
+        for batch, rows in enumerate(stream):
+            inputs = {"x": rows["x"]}
             if layer.shares_kv:
-                batch_arrays |= memory[layer.kind]
-            if self.spec.per_layer_input_dim:
-                batch_arrays["layer_input"] = self._inputs[batch][:, number]
-            arrays = self._global(batch_arrays)
+                inputs |= rows[layer.kind]
+            if "layer_inputs" in rows:
+                inputs["layer_input"] = rows["layer_inputs"][:, number]
+            arrays = self._global(inputs)
             output, captured = self.run(
                 self._layer, params, arrays, table, rotate_fn, layer, layer.logit_scale
             )
-            after.x.append(_local_rows(output))
+            after.append(rows | {"x": _local_rows(output)})
             if number in self._shared:
-                kv = {"key": _local_rows(captured.key), "value": _local_rows(captured.value)}
-                memory = memory | {layer.kind: kv}
-            after.memory.append(memory)
+                kv = {"key": captured.key, "value": captured.value}
+                after[-1][layer.kind] = jax.tree.map(_local_rows, kv)
             if on_layer:
                 results.append(on_layer(batch, captured))
             del arrays, output, captured  # before the next ones
@@ -151,16 +145,15 @@ class Walk:
         next_tokens = np.roll(self.tokens, -1, axis=1)
         targets = self.batches(next_tokens)
         means = []
-        for rows, ids in zip(stream.x, targets, strict=True):
-            batch_x = self._global({"x": rows})["x"]
-            losses = self.run(self._losses, norm, table, batch_x, ids)
+        for rows, ids in zip(stream, targets, strict=True):
+            x = self._global({"x": rows["x"]})["x"]
+            losses = self.run(self._losses, norm, table, x, ids)
             losses = np.asarray(losses, np.float64)
             means.append(losses[:, :-1].mean(axis=1))  # the last token has no target
         return np.concatenate(means)[: len(self.tokens)]
 
     def _compute_layer_inputs(self, embedder, tokens, x):
-        params = {"embedder": embedder}
-        inputs = model.layer_inputs(self.spec, params, tokens, x)
+        inputs = model.layer_inputs(self.spec, {"embedder": embedder}, tokens, x)
         return sharding.constrain(inputs.swapaxes(0, 1), "BLTQ")
 
     def _run_layer(self, params, arrays, table, rotate_fn, layer, logit_scale):

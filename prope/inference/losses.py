@@ -282,10 +282,10 @@ class DocumentSums:
         return paired.Sums(losses, tokens, self._edges, np.array(self._sources), shares)
 
 
-def summarize(sums: paired.Sums, rows=slice(None)) -> dict:
-    """Computes the loss of all documents, or of some; None where no token is predicted."""
-    tokens = sums.tokens[rows].sum(axis=1)
-    loss, stderr = sums.mean_and_stderr(rows) if tokens.any() else (None, None)
+def summarize(sums: paired.Sums, rows=slice(None), columns=slice(None)) -> dict:
+    """Computes the loss of some documents in some buckets; None where no token is predicted."""
+    tokens = sums.tokens[rows, columns].sum(axis=1)
+    loss, stderr = sums.mean_and_stderr(rows, columns) if tokens.any() else (None, None)
     return {
         "documents": int((tokens > 0).sum()),
         "tokens": int(tokens.sum()),
@@ -295,14 +295,12 @@ def summarize(sums: paired.Sums, rows=slice(None)) -> dict:
 
 
 def summarize_positions(sums: paired.Sums) -> list[dict]:
-    """Computes the loss of each bucket of positions that has tokens."""
-    buckets = []
-    for q, (start, stop) in enumerate(itertools.pairwise(sums.edges.tolist())):
-        tokens = int(sums.tokens[:, q].sum())
-        if tokens:
-            loss, _ = sums.mean_and_stderr(columns=slice(q, q + 1))
-            buckets.append({"from": start, "to": stop, "tokens": tokens, "loss": loss})
-    return buckets
+    """Computes the loss of each bucket of positions that has tokens, as `summarize` does."""
+    return [
+        {"from": start, "to": stop} | summarize(sums, columns=slice(q, q + 1))
+        for q, (start, stop) in enumerate(itertools.pairwise(sums.edges.tolist()))
+        if sums.tokens[:, q].any()
+    ]
 
 
 def summarize_sources(windows: Windows, source_of: np.ndarray, sums: paired.Sums) -> list[dict]:

@@ -1,13 +1,15 @@
 """Opens the models that a command evaluates, and keeps their records.
 
-A model is a run at a checkpoint, with its encoding or a changed one, at a length. losses.py
-computes losses of them, asking.py evaluates them on tasks.
+A model is a run at a checkpoint, with its encoding or a changed one, at a length. `records` takes
+it through: open all checkpoints, then for each read the parameters, evaluate, append the record.
+losses.py evaluates losses, asking.py tasks.
 """
 
 import dataclasses
+import functools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from etils import epath
 
@@ -60,30 +62,6 @@ def open_runs(options: Options) -> list[tuple[Run, list[str | None]]]:
         problem = "no run there rotates these pairs; give faster ones, or remove"
         raise usage_error("--intervene", options.intervene, problem)
     return opened
-
-
-def results_folder(workdir: epath.PathLike, root: epath.PathLike, output: str | None) -> epath.Path:
-    """Returns where results about a run go: its directory or, with `output`, one below that.
-
-    `root` is the directory that --workdir names; the run lies in it.
-    """
-    if output is None:
-        return epath.Path(workdir)
-    below = epath.Path(workdir).relative_to(as_path("--workdir", root))
-    return as_path("--output", output) / below
-
-
-def check_folder(folder: epath.Path, output: str | None) -> None:
-    """Raises UsageError, in all processes, where no results can be written into a folder."""
-
-    def check():
-        flag = "--workdir" if output is None else "--output"
-        check_writable(flag, folder)
-        if not is_url(folder) and not os.access(folder, os.W_OK):
-            problem = "cannot be written; give --output, a folder for the results"
-            raise usage_error(flag, folder, problem)
-
-    processes.call_on_first(check)
 
 
 def choose_encodings(run: Run, options: Options) -> list[str | None]:
@@ -239,6 +217,30 @@ def specs_by_length(spec: Spec, options: Options, encoding: str | None) -> dict[
 # --- Records --------------------------------------------------------------------------------------
 
 
+def results_folder(workdir: epath.PathLike, root: epath.PathLike, output: str | None) -> epath.Path:
+    """Returns where results about a run go: its directory or, with `output`, one below that.
+
+    `root` is the directory that --workdir names; the run lies in it.
+    """
+    if output is None:
+        return epath.Path(workdir)
+    below = epath.Path(workdir).relative_to(as_path("--workdir", root))
+    return as_path("--output", output) / below
+
+
+def check_folder(folder: epath.Path, output: str | None) -> None:
+    """Raises UsageError, in all processes, where no results can be written into a folder."""
+
+    def check():
+        flag = "--workdir" if output is None else "--output"
+        check_writable(flag, folder)
+        if not is_url(folder) and not os.access(folder, os.W_OK):
+            problem = "cannot be written; give --output, a folder for the results"
+            raise usage_error(flag, folder, problem)
+
+    processes.call_on_first(check)
+
+
 def _cache_key(run: Run, encoding: str | None, evaluation) -> dict:
     """Returns the fields that a record needs for this evaluation, to be used again."""
     key = {
@@ -250,7 +252,8 @@ def _cache_key(run: Run, encoding: str | None, evaluation) -> dict:
     }
     model = evaluation.spec.model
     if encoding:
-        key |= {"encoding": encoding, "factor": model.rope_scaling_factor}
+        key["encoding"] = encoding
+        key["factor"] = model.rope_scaling_factor
         key["logit_factor"] = model.logit_factor
     if model.test_window is not None:
         key |= {"window": model.test_window, "sinks": model.test_sinks}
@@ -260,6 +263,11 @@ def _cache_key(run: Run, encoding: str | None, evaluation) -> dict:
     if changed:
         key["changed"] = changed
     return key
+
+
+def _find_record(files: Iterable[epath.Path], cache_key: dict) -> dict | None:
+    known = [record for file in files for record in read_jsonl(file)]
+    return find_evaluation(known, **cache_key)
 
 
 def records(
@@ -295,11 +303,7 @@ def records(
             run_identity = {"init_hash": run.init_hash, "workdir": str(run.workdir)}
             where = f"{evaluation.seq_len} tokens a window of {evaluation.dataset}"
             description = f"step {run.step} of {run.workdir}, {where}"
-
-            def find(files=files, cache_key=cache_key) -> dict | None:
-                known = [record for path in files for record in read_jsonl(path)]
-                return find_evaluation(known, **cache_key)
-
+            find = functools.partial(_find_record, files, cache_key)
             cached = None if options.again else processes.call_on_first(find)
             if cached:
                 log.info("%s is in %s", description, file)

@@ -4,7 +4,8 @@ One rule for every comparison of two methods. Runs of one seed share initial wei
 what is compared are the paired differences, one per seed: their mean, with Student's t interval of
 their own standard deviation. No variance is shared between comparisons, because deviations of
 methods differ by a factor of ten and more. Of several comparisons the intervals hold together
-(Bonferroni), and p-values are adjusted for their number (Holm).
+(Bonferroni), and p-values are adjusted for their number (Holm). Beside Student's t stands an exact
+test by sign flips where there are ten seeds or fewer.
 
 Axes: n or S seeds, C documents.
 """
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 _ROUNDING = 1e-12  # of float64 losses, and of differences of them
+_MOST_FLIPPED = 10  # samples, up to which all their signs are tried
 
 
 class Difference(NamedTuple):
@@ -26,16 +28,22 @@ class Difference(NamedTuple):
     samples: int  # documents or seeds
     degrees: float | None = None  # of freedom of stderr; None: samples - 1
     comparisons: int = 1  # whose intervals hold together
+    values: tuple[float, ...] = ()  # of every seed
 
-    def interval(self) -> tuple[float, float] | None:
-        """Computes the 95 % interval of the difference; None without a standard error."""
+    @property
+    def reach(self) -> float | None:
+        """Half the width of the 95 % interval; None without a standard error."""
         from scipy import stats
 
         if self.stderr is None:
             return None
         critical = stats.t.ppf(1 - 0.025 / self.comparisons, self.degrees or self.samples - 1)
-        reach = float(critical) * self.stderr
-        return self.difference - reach, self.difference + reach
+        return float(critical) * self.stderr
+
+    def interval(self) -> tuple[float, float] | None:
+        """Computes the 95 % interval of the difference; None without a standard error."""
+        reach = self.reach
+        return None if reach is None else (self.difference - reach, self.difference + reach)
 
     @property
     def distinguishable(self) -> bool:
@@ -55,6 +63,19 @@ class Difference(NamedTuple):
         degrees = self.degrees or self.samples - 1
         return float(2 * stats.t.sf(abs(self.difference / self.stderr), degrees))
 
+    @property
+    def sign_flip_p_value(self) -> float | None:
+        """The exact two-sided p-value of the mean over all signs of the differences by seed.
+
+        None of a single seed, and of more than ten.
+        """
+        from scipy import stats
+
+        if not 2 <= len(self.values) <= _MOST_FLIPPED:
+            return None
+        test = stats.permutation_test([self.values], np.mean, permutation_type="samples")
+        return float(test.pvalue)
+
 
 def deviation(values: Sequence[float]) -> float | None:
     """Computes the standard deviation of samples: None of one, 0 where they differ by rounding."""
@@ -68,7 +89,7 @@ def average_seeds(losses: Sequence[float]) -> Difference:
     """Averages independent samples, one per seed, such as paired differences."""
     spread = deviation(losses)
     stderr = spread / len(losses) ** 0.5 if spread else None
-    return Difference(statistics.fmean(losses), stderr, len(losses))
+    return Difference(statistics.fmean(losses), stderr, len(losses), values=tuple(losses))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

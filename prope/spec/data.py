@@ -149,12 +149,16 @@ class DataSpec:
         return sources
 
     def places(self) -> dict[str, str]:
-        """Returns every path or URL by the name of its field, as "data.mixture[0].store"."""
-        places = {f"data.{name}": getattr(self, name) for name in ("tokenizer", "cache_dir")}
+        """Returns every path or URL by the name of its field, as "data.mixture[0].store".
+
+        Of those that may be empty, only such as are not.
+        """
+        places = {"data.cache_dir": self.cache_dir}
         entries = {f"data.mixture[{n}]": entry for n, entry in enumerate(self.mixture)}
         for prefix, source in {"data": dataclasses.asdict(self), **entries}.items():
             places |= {f"{prefix}.{name}": source.get(name) for name in ("data_dir", "store")}
-        return {name: place for name, place in places.items() if place}
+        given = {name: place for name, place in places.items() if place}
+        return {"data.tokenizer": self.tokenizer} | given
 
 
 def override_dataset(data: DataSpec, dataset: str | None, data_dir: str | None) -> DataSpec:

@@ -68,14 +68,17 @@ def value_type(field: dataclasses.Field) -> type:
 def check_fields(spec, prefix: str) -> None:
     """Checks every field of a spec by its rules; raises UsageError with its name after `prefix`."""
     for field in dataclasses.fields(spec):
-        value = getattr(spec, field.name)
-        if value is None:
-            if not is_optional(field):
-                problem = f"must have a value, such as {field.default}"
-                raise usage_error(prefix + field.name, value, problem)
-            continue
-        problems = [check(value) for check in field.metadata.get("rules", ())]
-        if isinstance(value, float) and not math.isfinite(value):
-            problems.append("must be a finite number")
-        for problem in filter(None, problems):
-            raise usage_error(prefix + field.name, value, problem)
+        check_field(prefix + field.name, getattr(spec, field.name), field)
+
+
+def check_field(name: str, value: Any, field: dataclasses.Field) -> None:
+    """Checks the value of a field by its rules; raises UsageError with its name."""
+    if value is None:
+        if not is_optional(field):
+            raise usage_error(name, value, f"must have a value, such as {field.default}")
+        return
+    problems = [check(value) for check in field.metadata.get("rules", ())]
+    if isinstance(value, float) and not math.isfinite(value):
+        problems.append("must be a finite number")
+    for problem in filter(None, problems):
+        raise usage_error(name, value, problem)

@@ -87,7 +87,7 @@ class Layer:
     # Radians per token of every pair, float64 [P], and whether a pair adds nothing to scores.
     frequencies: np.ndarray = dataclasses.field(compare=False)
     removed: np.ndarray = dataclasses.field(compare=False)  # bool [P]
-    logit_scale: float = dataclasses.field(compare=False)  # factor on the scores
+    logit_scale: float = 1.0  # factor on the scores
 
     @property
     def is_local(self) -> bool:

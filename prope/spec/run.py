@@ -13,6 +13,7 @@ from prope.spec.fields import (
     AT_LEAST_1,
     NOT_NEGATIVE,
     POSITIVE,
+    check_field,
     check_fields,
     one_of,
     optional_count,
@@ -186,40 +187,7 @@ class Spec:
     eval: EvalSpec = dataclasses.field(default_factory=EvalSpec)
 
     def __post_init__(self):
-        check_fields(self, "config.")
-        self._check_together()
-
-    def _check_together(self) -> None:
-        """Checks what fields of several groups need of each other."""
-
-        def require(field: str, holds: bool, problem: str) -> None:
-            if not holds:
-                raise usage_error(f"config.{field}", self.flat()[field], problem)
-
-        model, data, mesh = self.model, self.data, self.mesh
-        accumulation, steps = self.accumulation, self.num_steps
-        multiple = f"must be a multiple of accumulation={accumulation}"
-        require("batch_size", self.batch_size % accumulation == 0, multiple)
-        two_steps = len(self.profile) == 2 and all(isinstance(step, int) for step in self.profile)
-        in_run = two_steps and 1 <= self.profile[0] <= self.profile[1] <= steps
-        problem = f"must be two steps, first and last, of 1 to num_steps={steps}, or () for none"
-        require("profile", not self.profile or in_run, problem)
-        tensor = mesh.tensor
-        for name in ("num_heads", "hidden_dim", "vocab_size"):
-            divides = getattr(model, name) % tensor == 0
-            require(f"model.{name}", divides, f"must be a multiple of mesh.tensor={tensor}")
-        for name in ("num_kv_heads", "num_global_kv_heads"):
-            K = getattr(model, name) or 1
-            problem = f"must be 1, which every device keeps, or a multiple of mesh.tensor={tensor}"
-            require(f"model.{name}", K == 1 or K % tensor == 0, problem)
-        C = mesh.context
-        needs = "each of its parts is two chunks of whole blocks"
-        problem = f"must be a multiple of 2 x 128 x mesh.context={C}: {needs}"
-        require("data.seq_len", C == 1 or data.seq_len % (256 * C) == 0, problem)
-        positions = data.position_range
-        covers = positions is None or data.seq_len <= positions <= 2**31
-        problem = f"must be from data.seq_len={data.seq_len} to {2**31}, or None for ordinary"
-        require("data.position_range", covers, f"{problem} positions")
+        check_run(self.flat())
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields of the config, nested as config.json has them."""
@@ -275,32 +243,70 @@ def _fields_of_config() -> dict[str, dataclasses.Field]:
 FIELDS = _fields_of_config()
 
 
+def check_run(fields: dict[str, Any]) -> None:
+    """Checks every field by its rules, then what fields of several groups need of each other.
+
+    It takes the fields by dotted name, and so needs no model, whose checks import JAX.
+    """
+    for name, field in FIELDS.items():
+        check_field(f"config.{name}", fields[name], field)
+
+    def require(name: str, holds: bool, problem: str) -> None:
+        if not holds:
+            raise usage_error(f"config.{name}", fields[name], problem)
+
+    accumulation, steps = fields["accumulation"], fields["num_steps"]
+    multiple = f"must be a multiple of accumulation={accumulation}"
+    require("batch_size", fields["batch_size"] % accumulation == 0, multiple)
+    profile = fields["profile"]
+    two_steps = len(profile) == 2 and all(isinstance(step, int) for step in profile)
+    in_run = two_steps and 1 <= profile[0] <= profile[1] <= steps
+    problem = f"must be two steps, first and last, of 1 to num_steps={steps}, or () for none"
+    require("profile", not profile or in_run, problem)
+    tensor = fields["mesh.tensor"]
+    for name in ("model.num_heads", "model.hidden_dim", "model.vocab_size"):
+        require(name, fields[name] % tensor == 0, f"must be a multiple of mesh.tensor={tensor}")
+    for name in ("model.num_kv_heads", "model.num_global_kv_heads"):
+        K = fields[name] or 1
+        problem = f"must be 1, which every device keeps, or a multiple of mesh.tensor={tensor}"
+        require(name, K == 1 or K % tensor == 0, problem)
+    C, T = fields["mesh.context"], fields["data.seq_len"]
+    needs = "each of its parts is two chunks of whole blocks"
+    problem = f"must be a multiple of 2 x 128 x mesh.context={C}: {needs}"
+    require("data.seq_len", C == 1 or T % (256 * C) == 0, problem)
+    positions = fields["data.position_range"]
+    covers = positions is None or T <= positions <= 2**31
+    problem = f"must be from data.seq_len={T} to {2**31}, or None for ordinary positions"
+    require("data.position_range", covers, problem)
+
+
 def may_change(name: str) -> bool:
     """Returns whether a run may go on with another value of this field."""
     return FIELDS[name].metadata["may_change"]
 
 
-def differences(spec: Spec, other: Spec) -> list[str]:
-    """Lists the fields that make two specs different runs, as 'seed: 0, not 1'."""
-    ours = _identity(spec)
-    theirs = _identity(other)
+def differences(fields: dict[str, Any], others: dict[str, Any]) -> list[str]:
+    """Lists the fields, by dotted name, that make two runs different, as 'seed: 0, not 1'."""
+    ours = _identity(fields)
+    theirs = _identity(others)
     differing = [name for name in ours if ours[name] != theirs[name]]
     return [f"{name}: {theirs[name]}, not {ours[name]}" for name in differing]
 
 
-def _identity(spec: Spec) -> dict[str, Any]:
+def _identity(fields: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields without those that may change, in a mixture's sources too.
 
     A tokenizer counts by its name: a run may be moved, and its tokens have a fingerprint.
     """
-    fields = spec.flat()
-    fields["data.tokenizer"] = os.path.basename(fields["data.tokenizer"].rstrip("/"))
-    fields["data.mixture"] = [
-        {
-            key: value
-            for key, value in source.items()
-            if key == "weight" or not may_change(f"data.{key}")
-        }
+    sources = [
+        {key: value for key, value in source.items() if not _is_place(key)}
         for source in fields["data.mixture"]
     ]
+    tokenizer = os.path.basename(fields["data.tokenizer"].rstrip("/"))
+    fields = fields | {"data.tokenizer": tokenizer, "data.mixture": sources}
     return {name: value for name, value in fields.items() if not may_change(name)}
+
+
+def _is_place(key: str) -> bool:
+    """Returns whether a field of a source says only where it lies."""
+    return key != "weight" and may_change(f"data.{key}")

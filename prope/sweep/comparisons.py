@@ -1,8 +1,8 @@
 """Compares the groups of runs of a sweep: each with RoPE, and by contrasts declared beforehand.
 
 Both are Student's t of the paired differences by seed of the two groups themselves, corrected for
-the number of comparisons: see `prope/inference/statistics.py`. With a single seed there are
-intervals over documents only.
+the number of comparisons: see `prope/inference/statistics.py`. Contrasts have an exact test by sign
+flips, too. With a single seed there are intervals over documents only.
 """
 
 from collections.abc import Iterable
@@ -38,7 +38,8 @@ class Comparison(NamedTuple):
     difference: Difference | None = None  # None: no finished runs of a common seed
     over: str = ""  # what its standard error is over: "3 seeds", "documents"
     documents: Difference | None = None  # the same over seeds and documents
-    p_value: float | None = None  # of a declared contrast, adjusted by Holm
+    p_value: float | None = None  # of a declared contrast over seeds, adjusted by Holm
+    sign_flip_p_value: float | None = None  # the same, by all signs of the differences
     evaluated: int = 0  # runs with a result when the contrast was declared
 
 
@@ -129,16 +130,10 @@ def compare_declared(runs: Iterable[Run], folder: epath.Path) -> list[Comparison
         contrast = Comparison(group, other, evaluated=record["evaluated"])
         pairs = paired_runs(by_name.get(group, []), by_name.get(other, []))
         contrasts.append(_compare(contrast, pairs, len(records)) if pairs else contrast)
-    p_values = [_p_value(one) for one in contrasts]
-    adjusted = holm([1.0 if p_value is None else p_value for p_value in p_values])
-    return [
-        one._replace(p_value=p_value and holms)
-        for one, p_value, holms in zip(contrasts, p_values, adjusted, strict=True)
-    ]
-
-
-def _p_value(contrast: Comparison) -> float | None:
-    """Returns the unadjusted p-value over seeds; None where there are no two seeds."""
-    if contrast.difference is None or contrast.over == "documents":
-        return None
-    return contrast.difference.p_value
+    over_seeds = [None if one.over == "documents" else one.difference for one in contrasts]
+    for name in ("p_value", "sign_flip_p_value"):
+        p_values = [one and getattr(one, name) for one in over_seeds]
+        adjusted = holm([1.0 if p_value is None else p_value for p_value in p_values])
+        for i, p_value in enumerate(p_values):
+            contrasts[i] = contrasts[i]._replace(**{name: p_value and adjusted[i]})
+    return contrasts

@@ -1,7 +1,7 @@
-"""Shows what runs gain from context: their loss by length, beside that of a truncated window.
+"""Reads how far back runs use their context: in their losses by length, and in tasks.
 
-What is read are the records of `prope.evaluate --window`, on the tokens of a plain evaluation. A
-loss that a window reaches too says nothing about the use of what is outside of it.
+A loss that a truncated window reaches too says nothing about the use of what is outside of it: so
+beside it stands that of the records of `prope.evaluate --window`, on the same tokens.
 """
 
 import statistics
@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from prope.inference.statistics import Difference
-from prope.sweep.pictures import by_length
+from prope.sweep.curves import by_length
 from prope.sweep.runs import Run, average, find_changed, finished_runs, groups
+from prope.workdir.records import find_evaluations
+
+PASSED = 0.85  # least share of right answers up to the effective length
 
 
 class Cut(NamedTuple):
@@ -67,3 +70,55 @@ def _cuts(group: list[Run], T: int) -> Iterator[Cut]:
         loss = statistics.fmean(record["loss"] for record, _ in found)
         whole_loss = statistics.fmean(record["loss"] for _, record in found)
         yield Cut(loss, whole_loss, window, sinks, gain)
+
+
+# --- Tasks ----------------------------------------------------------------------------------------
+
+
+def answers_by_task(run: Run) -> dict[str, dict[int, dict]]:
+    """Selects the last step's newest records by task and length; in prose a task is another one."""
+    tasks = {}
+    for record in find_evaluations(run.answers, control=None, step=run.step):
+        task = record["task"]
+        if record["form"] == "prose":
+            task += "-in-prose"
+        tasks.setdefault(task, {})[record["seq_len"]] = record
+    return tasks
+
+
+def retrieves(record: dict) -> bool:
+    """Returns whether 85 % are right, and their 95 % interval is above the best guess."""
+    low, _ = record["accuracy_interval"]
+    return record["accuracy"] >= PASSED and low > record["guess"]
+
+
+def effective_length(trained: int, by_length: dict[int, dict]) -> int | None:
+    """Returns the length up to which a run retrieves, from its training length on.
+
+    None if it does not even retrieve at its training length.
+    """
+    effective = None
+    for length in sorted(by_length):
+        if length < trained:
+            continue
+        if not retrieves(by_length[length]):
+            break
+        effective = length
+    return effective if trained in by_length else None
+
+
+def effective_lengths(runs: list[Run]) -> dict[str, dict[str, str]]:
+    """Lists the effective lengths of every group's runs, by group and task."""
+    tasks = dict.fromkeys(task for run in runs for task in answers_by_task(run))
+    return {
+        name: {task: ", ".join(_length_text(run, task) for run in group) for task in tasks}
+        for name, group in groups(runs).items()
+    }
+
+
+def _length_text(run: Run, task: str) -> str:
+    """Formats a run's effective length; – where it was not asked at its training length."""
+    trained = run.spec.data.seq_len
+    by_length = answers_by_task(run).get(task, {})
+    missing = "none" if trained in by_length else "–"
+    return str(effective_length(trained, by_length) or missing)

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from etils import epath
 from ml_collections import ConfigDict
 
-from prope.config import as_given, differences, from_dict
+from prope.config import as_given, flat, from_dict
 from prope.errors import INTERRUPTED, LOST, PREEMPTED, RunFailed, log, usage_error
 from prope.runtime.files import (
     absolute,
@@ -28,6 +28,7 @@ from prope.runtime.files import (
     read_json,
     write_atomic,
 )
+from prope.spec.run import differences
 from prope.sweep.grid import Planned, plan
 from prope.sweep.runs import (
     DAMAGED_SWEEP,
@@ -73,7 +74,7 @@ def check_same_sweep(
         problem = f"the runs of {directory} were begun from {begun_from or 'scratch'}"
         raise usage_error("--init_from", init_from, problem, OTHER_SWEEP)
     swept = {name for grid in grids for name in grid}
-    lines = differences(base, from_dict(saved["config"]))
+    lines = differences(flat(base), flat(from_dict(saved["config"])))
     differing = [line for line in lines if line.partition(":")[0] not in swept]
     if differing:
         problem = f"holds a sweep of another config ({'; '.join(differing)})"
@@ -200,7 +201,7 @@ class Sweep:
 
     def read(self, planned: Planned) -> Run:
         """Reads a run from its files."""
-        return read_run(self.directory / planned.name, planned.values, planned.config)
+        return read_run(self.directory / planned.name, planned.values, planned.spec)
 
     def read_all(self) -> list[Run]:
         """Reads all runs, in the order of the grid."""
@@ -289,7 +290,7 @@ class Sweep:
             name = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
             self.failed[run.name] = f"{name}{ending}"
         elif not self.launcher and self.read(run).state != "finished":
-            steps = run.config.num_steps
+            steps = run.spec.num_steps
             self.failed[run.name] = f"ended without an evaluation of step {steps}"
         if run.name in self.failed:
             log.info("%s: %s", run.name, self.failed[run.name])

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from absl import flags
 from ml_collections import ConfigDict
 
-from prope.config import FIELDS, as_given, describe_unknown, python_file
+from prope.config import as_given, describe_unknown, python_file, resolve
 from prope.errors import UsageError, usage_error
-from prope.runtime.validate import validate
+from prope.spec.run import FIELDS, Spec
 
 P = "model.rope_percentage"
 CONFIG = "config"  # swept like a field; its values are config files
@@ -22,7 +22,7 @@ class Planned(NamedTuple):
 
     name: str
     values: dict
-    config: ConfigDict
+    spec: Spec
     arguments: list[str]
 
 
@@ -127,7 +127,7 @@ def plan(
             fields = dict(zip(grid, values, strict=True))
             run = _plan_run(fields, short_names, file, base, overrides)
             if init_from is not None:
-                source = init_from.replace("{seed}", str(run.config.seed))
+                source = init_from.replace("{seed}", str(run.spec.seed))
                 run.arguments.append(f"--init_from={source}")
             if run.name in [other.name for other in runs]:
                 text = f"two runs would be called {run.name}; give one of them another value"
@@ -151,7 +151,6 @@ def _plan_run(
     run_file = fields.pop(CONFIG, file)
     config = base.copy_and_resolve_references() if run_file == file else _load(run_file, overrides)
     config.update_from_flattened_dict(fields)
-    validate(config)
     values = {short_names[name]: value for name, value in fields.items()}
     if CONFIG in short_names:
         values = {CONFIG: _config_name(run_file), **values}
@@ -159,7 +158,7 @@ def _plan_run(
     arguments = [f"--config={as_given(run_file)}"]
     for name, value in (overrides | fields).items():
         arguments.append(f"--config.{name}={text_of(value)}")
-    return Planned(",".join(texts).replace("/", "_"), values, config, arguments)
+    return Planned(",".join(texts).replace("/", "_"), values, resolve(config), arguments)
 
 
 def _config_name(file: str) -> str:

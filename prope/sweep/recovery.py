@@ -67,7 +67,7 @@ def list_evaluations(run: Run) -> list[dict]:
 
 
 def _validation(run: Run, step: int, encoding: str | None = None) -> dict | None:
-    return find_validation(run.evaluations, run.config, step, encoding)
+    return find_validation(run.evaluations, run.spec, step, encoding)
 
 
 def _is_control(run: Run) -> bool:

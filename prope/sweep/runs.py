@@ -11,15 +11,14 @@ from collections.abc import Container, Iterable, Iterator
 
 import numpy as np
 from etils import epath
-from ml_collections import ConfigDict
 
-from prope.config import flat
-from prope.encodings import FIELDS, rotated_pairs
+from prope.encodings import FIELDS
 from prope.errors import RunFailed, UsageError, usage_error
 from prope.inference.options import text_table
 from prope.inference.paired import Sums, paired_difference, read_difference
 from prope.inference.statistics import Difference, average_seeds, deviation
 from prope.runtime.files import read_json
+from prope.spec.run import Spec
 from prope.sweep.grid import text_of
 from prope.workdir import run as run_dir
 from prope.workdir.checkpoints import list_steps
@@ -55,7 +54,7 @@ class Run:
     name: str
     workdir: epath.Path
     values: dict  # values of the swept fields, by their short names
-    config: ConfigDict
+    spec: Spec
     started: bool
     step: int  # step of the newest checkpoint; 0 without one
     init_hash: str | None
@@ -72,18 +71,18 @@ class Run:
     @property
     def last_step(self) -> int:
         """The step whose evaluations are shown: training's last, or the only one of an import."""
-        return self.config.num_steps if self.metrics else self.step
+        return self.spec.num_steps if self.metrics else self.step
 
     @property
     def tokens_per_step(self) -> int:
         """The number of tokens in a batch."""
-        return self.config.batch_size * self.config.data.seq_len
+        return self.spec.batch_size * self.spec.data.seq_len
 
     @property
     def last_evaluations(self) -> list[dict]:
         """The evaluations of the last step on the data of training; none without training's own."""
-        records = evaluations_of_training(self.evaluations, self.config, self.config.num_steps)
-        max_windows = self.config.eval.max_windows
+        records = evaluations_of_training(self.evaluations, self.spec, self.spec.num_steps)
+        max_windows = self.spec.eval.max_windows
         if any(record.get("max_windows") == max_windows for record in records):
             return records
         return []
@@ -96,7 +95,7 @@ class Run:
     @property
     def state(self) -> str:
         """new | unfinished | finished: at the last step, and evaluated there."""
-        if self.step >= self.config.num_steps and self.evaluation:
+        if self.step >= self.spec.num_steps and self.evaluation:
             return "finished"
         return "unfinished" if self.started else "new"
 
@@ -118,8 +117,8 @@ class Run:
 Pair = tuple[Run, Run, dict, dict]  # two runs of a seed and their records on the same windows
 
 
-def read_run(workdir: epath.Path, values: dict, config: ConfigDict) -> Run:
-    """Reads the run of `config` in `workdir`, if it is there; another run there is a UsageError."""
+def read_run(workdir: epath.Path, values: dict, spec: Spec) -> Run:
+    """Reads the run of `spec` in `workdir`, if it is there; another run there is a UsageError."""
     saved = run_dir.read_config(workdir)
     evaluations = read_jsonl(workdir / "eval.jsonl")
     step = 0
@@ -127,18 +126,18 @@ def read_run(workdir: epath.Path, values: dict, config: ConfigDict) -> Run:
     if saved is not None:
         message = f"{workdir}: holds a run of another config"
         remedy = "; choose another --workdir, or the config it was started with"
-        run_dir.check_same(config, saved, message, remedy)
+        run_dir.check_same(spec, saved, message, remedy)
         if list_steps(workdir):
             checkpoint = run_dir.open_run(workdir)
             step = checkpoint.step
             init_hash = checkpoint.init_hash
-        elif evaluations_of_training(evaluations, config, config.num_steps):
-            step = config.num_steps  # its checkpoints were removed
+        elif evaluations_of_training(evaluations, spec, spec.num_steps):
+            step = spec.num_steps  # its checkpoints were removed
     return Run(
         workdir.name,
         workdir,
         values,
-        config,
+        spec,
         started=saved is not None,
         step=step,
         init_hash=init_hash,
@@ -193,9 +192,9 @@ def read_sweep(directory: epath.Path) -> list[Run]:
     entries = read_entries(directory)
     runs = []
     for entry in entries:
-        config = run_dir.read_config(directory / entry["name"])
-        if config is not None:
-            runs.append(read_run(directory / entry["name"], entry["values"], config))
+        spec = run_dir.read_config(directory / entry["name"])
+        if spec is not None:
+            runs.append(read_run(directory / entry["name"], entry["values"], spec))
     if not runs:
         reasons = sorted({entry.get("reason") or "not begun" for entry in entries})
         problem = f"none of its {len(entries)} runs has started ({'; '.join(reasons)})"
@@ -230,18 +229,18 @@ def check_equal(runs: list[Run]) -> dict:
 
 def _hashes(run: Run) -> Iterator[tuple[str, int, str, str]]:
     """Yields (kind, step, the fields that the hash depends on, hash) of all logged hashes."""
-    config = run.config
+    spec = run.spec
 
     def fields(group: str, without: set[str]) -> list:
         return [
             (name, value)
-            for name, value in flat(config).items()
+            for name, value in spec.flat().items()
             if name.startswith(group) and name not in without
         ]
 
     if run.init_hash is not None:
-        yield "init", 0, repr([config.seed, fields("model.", NOT_OF_INIT)]), run.init_hash
-    batches = repr([config.seed, config.batch_size, fields("data.", NOT_OF_BATCHES)])
+        yield "init", 0, repr([spec.seed, fields("model.", NOT_OF_INIT)]), run.init_hash
+    batches = repr([spec.seed, spec.batch_size, fields("data.", NOT_OF_BATCHES)])
     for record in run.metrics:
         if record.get("batch_hash") is not None:
             yield "batch", record["step"], batches, record["batch_hash"]
@@ -307,7 +306,7 @@ def paired_runs(group: list[Run], others: list[Run]) -> list[Pair]:
 
 def shown_fields(run: Run) -> dict:
     """Returns values of the last step's records on the run's data, which an import has not."""
-    data = {"dataset": run.config.data.dataset} if run.metrics else {}
+    data = {"dataset": run.spec.data.dataset} if run.metrics else {}
     return {"step": run.last_step} | data
 
 
@@ -385,9 +384,9 @@ def table(runs: Iterable[Run]) -> list[dict]:
         scored = [run for run in finished_runs(group) if run.evaluation["loss"] is not None]
         records = [run.record() for run in scored]
         row = {name: group[0].values.get(name) for name in fields}
-        row["rotated_pairs"] = rotated_pairs(group[0].config.model)
+        row["rotated_pairs"] = group[0].spec.model.rotated_pairs
         row["runs"] = len(records)
-        row["seeds"] = sorted(run.config.seed for run in scored)
+        row["seeds"] = sorted(run.spec.seed for run in scored)
         for name in METRICS:
             values = [record[name] for record in records if record[name] is not None]
             row[name] = statistics.fmean(values) if values else None

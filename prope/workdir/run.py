@@ -246,7 +246,7 @@ def write_config(workdir: epath.Path, spec: Spec) -> None:
 
 def check_same(spec: Spec, other: Spec, message: str, remedy: str = "") -> None:
     """Raises UsageError with every field in which `other` is another run than `spec`."""
-    differing = differences(spec, other)
+    differing = differences(spec.flat(), other.flat())
     if differing:
         raise UsageError(f"{message} ({'; '.join(differing)}){remedy}")
 

@@ -24,8 +24,10 @@ from support.runs import make_run
 from support.sweeps import Page, draw_picture, map_values
 
 from prope import model, sharding
-from prope.analysis import analysis, census, channels, maps, measures, page, walk
-from prope.html import drawing
+from prope.analysis import analysis, census, channels, measures, walk
+from prope.pages import analysis as page
+from prope.pages import drawing
+from prope.pages.heads import maps
 
 SCORING = measures.Scoring(KNOWN_HEAD_DIM**-0.5)
 
@@ -325,7 +327,7 @@ def test_maps_and_tables_have_the_capped_logits_of_the_window_and_capped_bounds(
     square = np.ix_(window, window)
     np.testing.assert_allclose(shown["logits"], logits[square], atol=1e-4)
     np.testing.assert_allclose(shown["map"], weights[square], atol=1e-5)
-    picture, _ = maps.maps(found, shown)
+    picture, _ = maps(found, shown)
     is_hidden = np.isnan(map_values(picture)["logits"])
     np.testing.assert_array_equal(is_hidden, ~seen[square])
     lengths = np.outer(np.linalg.norm(query, axis=1), np.linalg.norm(key, axis=1))
@@ -445,7 +447,7 @@ def analyse_on(run, shape):
         options = analysis_options(channels=8, head_of="t5", layers="0,2")
         found = analysis.analyse(run, options)
         batches = 1 if size == 1 else -(-ROWS // (data * fsdp))
-        assert len(walks[-1].enter().x) == batches
+        assert len(walks[-1].enter()) == batches
         linear = walks[-1]._layer_params(1)["mlp"]["linear"]
         shard = linear.addressable_shards[0].data
         assert shard.size * fsdp * tensor == linear.size, "not sharded"

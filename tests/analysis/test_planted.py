@@ -30,8 +30,10 @@ from support.heads import (
 )
 from support.sweeps import Page, draw_picture, map_values
 
-from prope.analysis import analysis, census, channels, maps, page
+from prope.analysis import analysis, census, channels
 from prope.data.tokenizer import GEMMA_IDS
+from prope.pages import analysis as page
+from prope.pages.heads import maps
 
 L, N, K, T, D, H = 2, 6, 3, 64, 64, 32
 P = H // 2
@@ -253,7 +255,7 @@ def test_maps_and_raw_logits_are_those_of_the_formula(draws):  # Figures 5, 7, 9
         square = np.ix_(positions, positions)
         lower = np.tril_indices(len(positions))
         for name in SCORES:
-            picture, _ = maps.maps(found, shown(planted, found, name))
+            picture, _ = maps(found, shown(planted, found, name))
             drawn = map_values(picture)
             place = planted.places[name]
             weights = planted.weights[place][square]
@@ -270,7 +272,7 @@ def test_heads_use_the_planted_fast_pairs(draws):  # Figures 6, 7, 12, 13
     for planted, found in draws:
         positions = found["window"]["positions"]
         for name in SCORES:
-            _, picture = maps.maps(found, shown(planted, found, name))
+            _, picture = maps(found, shown(planted, found, name))
             place = planted.places[name]
             truth = {"query": planted.q[place], "key": planted.k[place]}
             for kind, norms in map_values(picture).items():
@@ -285,7 +287,7 @@ def test_the_apostrophe_head_is_found_with_what_it_uses(draws):  # Figure 7
     for planted, found in draws:
         head = shown(planted, found, "apostrophe")
         assert head == found["shown"][0]
-        weights, norms = map(map_values, maps.maps(found, head))
+        weights, norms = map(map_values, maps(found, head))
         positions = found["window"]["positions"]
         after = [row for row, at in enumerate(positions) if row > 1 and planted.text[at - 2] == "'"]
         assert after, "the window is around an apostrophe"
@@ -398,7 +400,7 @@ def test_maps_are_labelled_with_the_tokens_of_the_window(run):
     positions = [0, *range(120, 130)]
     assert found["window"]["positions"] == positions
     names = ["0 <bos>", *(f"{i} {LETTERS[i - 1]!r}" for i in positions[1:])]
-    attention, norms = [draw_picture(one).axes[0] for one in maps.maps(found, *found["shown"])]
+    attention, norms = [draw_picture(one).axes[0] for one in maps(found, *found["shown"])]
     for axis in (attention.xaxis, attention.yaxis, norms.yaxis):
         assert [label.get_text() for label in axis.get_ticklabels()] == names
 

@@ -9,30 +9,22 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from prope.runtime.validate import validate
-from prope.stack import parameters
 from support.commands import ROOT
-from support.models import ALL_SWITCHES
+from support.models import ALL_SWITCHES, frequencies_of
 
-from prope.config import (
-    EMBEDDED,
-    REMAT,
-    default_config,
-    differences,
-    flat,
-    from_dict,
-    override_dataset,
-    set_layer_percentages,
-    sized,
-)
-from prope.config import FIELDS as ALL_FIELDS
+from prope import parameters
+from prope.config import default_config, flat, from_dict, resolve, set_layer_percentages, sized
 from prope.cost.flops import num_parameters
 from prope.data.tasks.tasks import TASKS
-from prope.encodings import FIELDS, LOGIT_SCALES, SCALINGS, TYPES, layer_frequencies, rotated_pairs
+from prope.encodings import FIELDS, LOGIT_SCALES, SCALINGS, TYPES
 from prope.hf.families import FAMILIES
 from prope.optimizer import make_optimizer
 from prope.runtime.interrupts import Request
 from prope.runtime.xla_flags import PLATFORMS
+from prope.spec.data import EMBEDDED, DataSpec, override_dataset
+from prope.spec.model import REMAT
+from prope.spec.run import FIELDS as ALL_FIELDS
+from prope.spec.run import Spec, differences
 from prope.step import init_state, resolve_attention
 
 FILES = sorted(set((ROOT / "configs").glob("*.py")) - {ROOT / "configs/families.py"})
@@ -53,6 +45,10 @@ def load(path, *arguments):
     return module.get_config(*arguments)
 
 
+def load_spec(path, *arguments):
+    return resolve(load(path, *arguments))
+
+
 def module_of(name):
     return runpy.run_path(str(ROOT / "configs" / f"{name}.py"))
 
@@ -61,10 +57,10 @@ def module_of(name):
 def test_every_config_is_whole_and_builds_at_full_size(path):
     config = load(path)
     assert flat(config).keys() == flat(default_config()).keys()
-    validate(config)
+    spec = resolve(config)
     if path.stem in ALIKE:
-        validate(load(path, "tiny"))
-    params = jax.eval_shape(lambda: init_state(config, make_optimizer(config))[0])
+        load_spec(path, "tiny")
+    params = jax.eval_shape(lambda: init_state(spec, make_optimizer(spec))[0])
     sizes = {f"gemma_2b_{page}": 2_506_434_560 for page in ("128k", "1m", "flan", "wiki")}
     sizes["gemma_300m_wiki"] = 298_175_232
     assert num_parameters(params) == sizes.get(path.stem, num_parameters(params))
@@ -114,13 +110,12 @@ def test_a_family_at_published_sizes_has_the_parameters_of_its_checkpoint(releas
     config.model.update(dict(zip(SIZES, sizes, strict=True)) | {"vocab_size": vocab_size})
     module_of("families")[family](config)
     config.model.update(fields)
-    assert parameters.count(config.model) == count
+    assert parameters.count(resolve(config).model) == count
     if page is not None:
-        config = load(ROOT / "configs" / f"{page}.py")
-        assert config.optimizer.learning_rate == 3e-4, "of a checkpoint that is trained on"
-        model = config.model
-        assert [model[size] for size in SIZES] == list(sizes)
-        assert parameters.count(model) == count
+        spec = load_spec(ROOT / "configs" / f"{page}.py")
+        assert spec.optimizer.learning_rate == 3e-4, "of a checkpoint that is trained on"
+        assert [getattr(spec.model, size) for size in SIZES] == list(sizes)
+        assert parameters.count(spec.model) == count
 
 
 @pytest.mark.parametrize(
@@ -129,9 +124,7 @@ def test_a_family_at_published_sizes_has_the_parameters_of_its_checkpoint(releas
     [("gemma3_4b", 3_880_099_328 + 64 * 2560), ("llama31_8b", 8_030_261_248)],
 )
 def test_a_conversion_has_the_size_of_its_checkpoint(name, count):
-    config = load(ROOT / "configs/conversion.py", name)
-    validate(config)
-    assert parameters.count(config.model) == count
+    assert parameters.count(load_spec(ROOT / "configs/conversion.py", name).model) == count
 
 
 @pytest.mark.slow
@@ -197,14 +190,13 @@ OF_LONGCONTEXT = OF_TASKS | {
 )
 def test_the_encodings_of_a_page_differ_in_nothing_else(name, pairs):
     page = module_of(name)
-    configs = {method: page["get_config"](method) for method in page["METHODS"]}
-    assert {method: rotated_pairs(config.model) for method, config in configs.items()} == pairs
-    for config in configs.values():
-        differing = {line.partition(":")[0] for line in differences(config, configs["rope"])}
-        assert differing <= {f"model.{field}" for field in FIELDS}
-        validate(config)
+    specs = {method: resolve(page["get_config"](method)) for method in page["METHODS"]}
+    assert {method: spec.model.rotated_pairs for method, spec in specs.items()} == pairs
+    for spec in specs.values():
+        lines = differences(spec.flat(), specs["rope"].flat())
+        assert {line.partition(":")[0] for line in lines} <= {f"model.{name}" for name in FIELDS}
     for method in set(pairs) - {"base_bound"}:
-        validate(page["get_config"](f"{method}-tiny"))
+        resolve(page["get_config"](f"{method}-tiny"))
     grid = page["get_sweep"]("rates")
     assert len(grid["config"]) == len(pairs) and len(grid["optimizer.learning_rate"]) == 3
     assert page["get_sweep"]("cope-tiny")["config"] == (f"{ROOT}/configs/{name}.py:cope-tiny",)
@@ -216,7 +208,10 @@ def test_the_encodings_of_a_page_differ_in_nothing_else(name, pairs):
 def test_the_encodings_go_by_the_length():
     """CoPE: 32 pairs, of which 18 turn once in 1024 tokens, leave 14; 69 % of them are 9.66."""
     page = module_of("encodings_wiki")
-    short, long = ({m: page["get_config"](m + size).model for m in WIKI} for size in ("", "-long"))
+    short, long = (
+        {method: resolve(page["get_config"](method + size)).model for method in WIKI}
+        for size in ("", "-long")
+    )
     assert (short["cope"].clip_low_n, long["cope"].clip_low_n) == (11, 10)
     assert (short["base_length"].max_wavelength, long["base_length"].max_wavelength) == (512, 1024)
     for method in page["WITH_WINDOWS"]:
@@ -225,10 +220,9 @@ def test_the_encodings_go_by_the_length():
         pytest.approx(3440.5, abs=0.1),
         pytest.approx(7757.8, abs=0.1),
     )
-    assert rotated_pairs(long["cutoff_1"]) == 18 and rotated_pairs(long["p_rope_0.5"]) == 16
-    np.testing.assert_array_equal(
-        layer_frequencies(short["cutoff_1"]), layer_frequencies(short["p_rope_0.5"])
-    )
+    assert long["cutoff_1"].rotated_pairs == 18 and long["p_rope_0.5"].rotated_pairs == 16
+    cutoff, p_rope = (frequencies_of(short[method]) for method in ("cutoff_1", "p_rope_0.5"))
+    np.testing.assert_array_equal(cutoff, p_rope)
     assert long["rope_id"].original_seq_len == 1024
 
 
@@ -236,18 +230,16 @@ def test_the_controlled_encodings_are_those_of_the_other_page():
     """QK-norm of the method without rotation alone is another change."""
     page = module_of("encodings_controlled")
     wiki = module_of("encodings_wiki")
-    configs = {method: page["get_config"](method) for method in page["METHODS"]}
-    for method, config in configs.items():
-        validate(config)
-        known = wiki["get_config"](method.removesuffix("_qk_norm"))
-        changed = differences(config, known)
-        names = {line.partition(":")[0] for line in changed}
+    for method in page["METHODS"]:
+        spec = resolve(page["get_config"](method))
+        known = resolve(wiki["get_config"](method.removesuffix("_qk_norm")))
+        names = {line.partition(":")[0] for line in differences(spec.flat(), known.flat())}
         allowed = {"data.validation_fraction", "optimizer.learning_rate"}
         if method == "nope_qk_norm":
             allowed.add("model.use_qk_norm")
-            assert config.model.use_qk_norm
+            assert spec.model.use_qk_norm
         assert names <= allowed
-        assert config.optimizer.learning_rate in page["RATES"]
+        assert spec.optimizer.learning_rate in page["RATES"]
     chosen = {*page["SEEDS"]["rates"]}
     assert chosen.isdisjoint(page["SEEDS"]["full"]), "rates are chosen on other seeds"
     assert page["get_config"]("rope-python").data.dataset == "python_source"
@@ -259,32 +251,31 @@ def test_slow_pairs_turn_as_often_as_they_say():
     pairs = np.arange(32)
     for argument in page["GRID"]:
         method, wavelength, length = argument.split("-")
-        config = page["get_config"](argument)
-        validate(config)
+        spec = resolve(page["get_config"](argument))
         cutoff = float(method.removeprefix("cutoff_")) if method != "rope" else math.inf
         periods = 2 * math.pi * float(wavelength) ** (2 * pairs / 64)
         expected = (periods <= cutoff * int(length)).sum()
-        assert rotated_pairs(config.model) == expected, argument
-        assert config.batch_size * config.data.seq_len == 2048
+        assert spec.model.rotated_pairs == expected, argument
+        assert spec.batch_size * spec.data.seq_len == 2048
     assert len(page["GRID"]) == 23, "wavelengths, lengths and cutoffs, without the one that is RoPE"
-    kept = layer_frequencies(page["get_config"]("cutoff_1-10000-512").model)[0]
+
+    def frequencies(argument):
+        return resolve(page["get_config"](argument)).model.layers[0].frequencies
+
+    kept = frequencies("cutoff_1-10000-512")
     rotated = kept[kept > 0]
     for name in ("narrow", "narrow_4"):
-        narrow = page["get_config"](f"{name}-10000-512").model
-        np.testing.assert_allclose(layer_frequencies(narrow)[0], rotated, rtol=1e-6)
+        np.testing.assert_allclose(frequencies(f"{name}-10000-512"), rotated, rtol=1e-6)
     with pytest.raises(ValueError, match="^cutoff_2-100-512: "):
         page["get_config"]("cutoff_2-100-512")
 
 
 def test_the_slowest_pair_of_each_stage_turns_once_in_a_window():
-    pages = [load(ROOT / "configs" / f"gemma_2b_{page}.py") for page in ("wiki", "128k", "1m")]
-    for config, period in zip(pages, (5847, 106_631, 985_127), strict=True):
-        freqs = np.concatenate(layer_frequencies(config.model))
-        assert round(2 * math.pi / freqs[freqs > 0].min()) == period <= config.data.seq_len
-        assert (
-            config.batch_size * config.data.seq_len == 2**22
-            and config.model.rope_percentage == 0.75
-        )
+    for page, period in (("wiki", 5847), ("128k", 106_631), ("1m", 985_127)):
+        spec = load_spec(ROOT / "configs" / f"gemma_2b_{page}.py")
+        freqs = np.concatenate(frequencies_of(spec.model))
+        assert round(2 * math.pi / freqs[freqs > 0].min()) == period <= spec.data.seq_len
+        assert spec.batch_size * spec.data.seq_len == 2**22 and spec.model.rope_percentage == 0.75
 
 
 def test_a_small_size_brings_its_own_text():
@@ -293,17 +284,17 @@ def test_a_small_size_brings_its_own_text():
     config = load(ROOT / "configs/gemma_2b_flan.py", "tiny")
     assert (config.data.mixture, config.data.template, config.data.loss_on) == ((), "", "all")
     config.data.update({"dataset": "files", "data_dir": "elsewhere"})
-    validate(config)
+    assert resolve(config).data.data_dir == "elsewhere"
 
 
 def test_p_may_be_a_number_per_layer():
     config = default_config()
     set_layer_percentages(config, (1.0, 1.0, 1.0, 0.25))
-    validate(config)
-    again = from_dict(json.loads(json.dumps(config.to_dict())))
-    assert again.model.rope_percentage == (1.0, 1.0, 1.0, 0.25) and differences(config, again) == []
-    assert len(differences(config, default_config())) == 1
-    validate(sized(again, "tiny"))
+    spec = resolve(config)
+    again = from_dict(json.loads(json.dumps(spec.to_dict())))
+    assert resolve(again) == spec and spec.model.rope_percentage == (1.0, 1.0, 1.0, 0.25)
+    assert len(differences(spec.flat(), Spec().flat())) == 1
+    assert resolve(sized(again, "tiny")).model.rope_percentage == (1.0, 0.25)
 
 
 @pytest.mark.parametrize(
@@ -318,21 +309,18 @@ def test_p_may_be_a_number_per_layer():
     ],
 )
 def test_attention_is_chosen_for_each_kind_of_layer(platform, requested, expected):
-    config = load(ROOT / "configs" / "gemma4_12b.py")
-    config.model.global_attention = requested
+    spec = load_spec(ROOT / "configs" / "gemma4_12b.py")
+    spec = spec.replace({"model.global_attention": requested})
     device = SimpleNamespace(platform=platform, compute_capability="9.0")
-    model = resolve_attention(config, device).model
+    model = resolve_attention(spec, device).model
     assert (model.attention, model.global_attention) == expected
 
 
 @pytest.mark.parametrize(("platform", "expected"), [("tpu", "splash"), ("gpu", "xla")])
 def test_attention_that_masks_documents_is_chosen_for_the_device(platform, expected):
-    config = default_config()
-    config.update_from_flattened_dict({"model.dtype": "bfloat16", "model.head_dim": 128})
-    config.data.mask_documents = True
+    fields = {"model.dtype": "bfloat16", "model.head_dim": 128, "data.mask_documents": True}
     device = SimpleNamespace(platform=platform, compute_capability="9.0")
-    assert resolve_attention(config, device).model.attention == expected
-    assert config.model.attention == "auto"
+    assert resolve_attention(Spec().replace(fields), device).model.attention == expected
 
 
 # Fields with which a run is resumed that was begun with others: how it is executed.
@@ -354,14 +342,10 @@ MAY_CHANGE = {
 def test_what_makes_another_run(name):
     """Every field but these; of each another value than the default."""
     default = ALL_FIELDS[name].default
-    kind = default if isinstance(default, type) else type(default)
-    others = {bool: not default, str: "another", tuple: (7,)}
-    other = default_config()
-    value = others[kind] if kind in others else kind(7)
-    if name == "data.mixture":
-        value = ({"weight": 1.0},)
-    other.update_from_flattened_dict({name: value})
-    lines = differences(default_config(), other)
+    value = ({"weight": 1.0},) if name == "data.mixture" else "another"
+    fields = Spec().flat()
+    assert fields[name] == default
+    lines = differences(fields, fields | {name: value})
     assert [line.partition(":")[0] for line in lines] == [name] * (name not in MAY_CHANGE)
 
 
@@ -392,17 +376,22 @@ def test_the_switches_of_the_model_are_those_that_tests_set():
     """Beside its sizes and its encoding, and how it is executed."""
     sizes = {"vocab_size", *SIZES}
     execution = {"dtype", "attention", "global_attention", "scan_layers", "remat"}
-    others = {"test_window", "test_sinks", *sizes, *execution, *FIELDS}
+    others = {*sizes, *execution, *FIELDS}
     assert set(default_config().model) - others == ALL_SWITCHES.keys() - others
 
 
-@pytest.mark.parametrize("asked", [("files", "texts"), ("files", None), (None, "texts")])
+@pytest.mark.parametrize("asked", [("files", "texts"), ("python_docs", None), (None, "texts")])
 def test_another_text_takes_nothing_along_that_belongs_to_the_first(asked):
     """A store, a template or a share of targets of a run would be read with the other text."""
-    data = default_config().data
-    data.update({"dataset": "files", "data_dir": "first", "store": "first", "seq_len": 99})
+    source = {"dataset": "files", "data_dir": "first", "store": "first"}
+    of_first = [DataSpec(**source, seq_len=99)]
     if asked[0]:
-        data.update({"template": "Q: {a}", "loss_on": "targets", "mixture": ({"weight": 1.0},)})
-    override_dataset(data, *asked)
-    kept = {"dataset": "files", "data_dir": asked[1] or "", "seq_len": 99}
-    assert data.to_dict() == default_config().data.to_dict() | kept
+        of_targets = {"template": "Q: {a}", "loss_on": "targets"}
+        mixture = (source | of_targets | {"weight": 1.0},)
+        of_first = [
+            DataSpec(**source, **of_targets, seq_len=99),
+            DataSpec(dataset="mixture", mixture=mixture, seq_len=99),
+        ]
+    for data in of_first:
+        found = override_dataset(data, *asked)
+        assert found == DataSpec(dataset=asked[0] or "files", data_dir=asked[1] or "", seq_len=99)

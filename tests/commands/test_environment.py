@@ -13,10 +13,10 @@ from support.commands import ROOT, losses
 from support.models import small
 
 from prope import model
-from prope.config import check_fields, default_config
 from prope.errors import UsageError
 from prope.inference.generation import row_keys
 from prope.runtime.environment import REQUIRED, check_environment, recorded_variables
+from prope.spec.run import Spec
 
 OTHERS = {
     "jax_enable_x64": "true",
@@ -207,10 +207,8 @@ def test_random_numbers_do_not_depend_on_the_default_generator(implementation):
     ("seed", "allowed"), [(0, True), (2**32 - 1, True), (2**32, False), (2**63, False), (-1, False)]
 )
 def test_a_seed_has_32_bits(seed, allowed):
-    config = default_config()
-    config.seed = seed
     if allowed:
-        check_fields(config)
+        assert Spec(seed=seed).seed == seed
         return
     with pytest.raises(UsageError, match=rf"^config.seed={seed}: must be in \[0, 2\^32 - 1\]"):
-        check_fields(config)
+        Spec(seed=seed)

@@ -19,15 +19,16 @@ import tensorstore as ts
 from absl import flags
 from etils import epath
 from ml_collections import config_flags
-from prope.runtime.validate import validate, validate_devices
 from support.commands import CONFIG, ROOT, refusal
 from support.launchers import launch, refused
 from support.runs import make_run
 
 from prope import command
-from prope.config import default_config, flat, from_dict, set_layer_percentages
+from prope.config import default_config, flat, from_dict, resolve, set_layer_percentages
 from prope.errors import to_user_error
 from prope.runtime.files import append_jsonl, as_path, local_cache, read_bytes, read_json, read_text
+from prope.sharding import check_devices
+from prope.spec.run import Spec
 from prope.step import resolve_attention
 from prope.workdir.records import read_jsonl
 from prope.workdir.run import open_run, read_config, write_config
@@ -105,14 +106,12 @@ def test_a_field_may_be_set_back_to_none(monkeypatch):
 @LOADS
 @pytest.mark.parametrize("form", [["--config={}"], ["-config={}"], ["--config", "{}"]])
 def test_a_run_s_config_is_a_config_file(monkeypatch, tmp_path, form):
-    config = default_config()
-    config.update_from_flattened_dict({"model.num_layers": 7, "eval.max_windows": 5})
-    write_config(epath.Path(tmp_path), config)
+    spec = Spec().replace({"model.num_layers": 7, "eval.max_windows": 5})
+    write_config(epath.Path(tmp_path), spec)
     file = tmp_path / "config.json"
     arguments = [part.format(file) for part in form]
     read = parse(monkeypatch, *arguments, "--config.seed=3")
-    config.seed = 3
-    assert read == config
+    assert resolve(read) == spec.replace({"seed": 3})
     file.write_text("[" * 100_000)
     assert str(file) in refusal(lambda: parse(monkeypatch, *arguments))
     file.unlink()
@@ -164,7 +163,7 @@ def test_a_tuple_that_cannot_be_used_names_a_form_that_works(monkeypatch, field,
     config = parse(monkeypatch, CONFIG, f"--config.{field}={text}")
     if field == "data.mixture":
         config.data.dataset = "mixture"
-    line = refusal(lambda: validate(config))
+    line = refusal(resolve, config)
     assert line.startswith(f"config.{field}") and named in line
 
 
@@ -174,7 +173,7 @@ EARLY = [
     ("train", [CONFIG, "--workdir=W", "--config.batch_size=0"], "config.batch_size=0"),
     ("train", [CONFIG, "--workdir=W", "--config.data.data_dir=text"], "config.data.data_dir=text"),
     ("train", [CONFIG, "--workdir=W", "--config.data.loss_on=targets"], "config.data.loss_on"),
-    ("train", [CONFIG, "--workdir=W", "--config.model.test_sinks=1"], "config.model.test_sinks=1"),
+    ("train", [CONFIG, "--workdir=W", "--config.model.test_sinks=1"], "test_sinks: left on"),
     ("plan", [CONFIG, "--topology=v5e:2x2", "--config.mesh.tensor=3"], "mesh.tensor=3"),
     ("data.inspect", [CONFIG, "--config.model.head_dim=3"], "config.model.head_dim=3"),
     ("evaluate", ["--workdir=W"], "JAX_PLATFORMS=gpus"),
@@ -270,7 +269,7 @@ def config_of(fields: dict):
 
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
 def test_a_value_out_of_range_is_named(fields):
-    line = refusal(lambda: validate(config_of(fields)))
+    line = refusal(resolve, config_of(fields))
     assert line.startswith("config.")
     for name, value in fields.items():
         assert f"{name}={value}" in line
@@ -280,7 +279,7 @@ def test_a_value_out_of_range_is_named(fields):
 def test_a_percentage_of_a_layer_that_cannot_be_used_is_named(p):
     config = default_config()
     set_layer_percentages(config, p)
-    assert f"model.rope_percentage={p}" in refusal(lambda: validate(config))
+    assert f"model.rope_percentage={p}" in refusal(resolve, config)
 
 
 @pytest.mark.parametrize(
@@ -297,9 +296,9 @@ def test_a_percentage_of_a_layer_that_cannot_be_used_is_named(p):
     ids=str,
 )
 def test_the_ends_of_ranges_are_values(fields):
-    config = config_of(fields)
-    validate(config)
-    assert from_dict(config.to_dict()) == config
+    spec = resolve(config_of(fields))
+    assert resolve(from_dict(spec.to_dict())) == spec
+    assert {name: spec.flat()[name] for name in fields} == fields
 
 
 @pytest.mark.parametrize(
@@ -321,15 +320,15 @@ def test_the_ends_of_ranges_are_values(fields):
 )
 def test_devices_must_divide_the_batch(devices, slices, fields, named):
     of_slices = [SimpleNamespace(platform="tpu", slice_index=n % slices) for n in range(devices)]
+    spec = Spec().replace({"data.seq_len": 256 * 8 * 3} | fields)
     if named is None:
-        return validate_devices(config_of(fields), of_slices)
-    line = refusal(lambda: validate_devices(config_of(fields), of_slices))
-    assert line.startswith(f"config.{named}: ")
+        return check_devices(spec, of_slices)
+    assert refusal(check_devices, spec, of_slices).startswith(f"config.{named}: ")
     return None
 
 
 def test_attention_that_a_device_cannot_run_is_refused():
-    splash = config_of({"model.attention": "splash", "data.seq_len": 200})
+    splash = Spec().replace({"model.attention": "splash", "data.seq_len": 200})
     tpu = SimpleNamespace(platform="tpu")
     for device in (tpu, jax.devices()[0]):
         assert "model.attention=splash" in refusal(lambda d=device: resolve_attention(splash, d))

@@ -1,5 +1,6 @@
 """Documents that cannot be read, and folders that hold something else than text."""
 
+import dataclasses
 import gzip
 import json
 
@@ -16,16 +17,16 @@ from support.text import (
     write_tfds,
 )
 
-from prope.config import default_config
 from prope.data.sources import base, files
 from prope.data.sources.find import find_source
 from prope.data.store.build import open_store, prepare
 from prope.data.vocabulary import _train_documents
+from prope.spec.run import Spec
 
 
-def refused(config, *mentions):
+def refused(data, *mentions):
     """Asserts that no store is made or opened, and what the line mentions."""
-    says = refusal(open_store, config, 260)
+    says = refusal(open_store, data, 260)
     for mention in mentions:
         assert mention in says, says
     return says
@@ -61,26 +62,22 @@ def test_bad_rows_are_refused_or_left_out(tmp_path, caplog, kind, name):
     write_rows(folder / name, 7, 30, bad=line)
     places = f"{folder}/{name} line 7, {folder}/{name} line 30: {reason}"
     for limit in (0, 1):
-        config = data_config(tmp_path, "files", folder, max_bad_rows=limit)
-        refused(config, places, f"config.data.max_bad_rows={limit}")
-        says = refusal(list, _train_documents(config))
+        data = data_config(tmp_path, "files", folder, max_bad_rows=limit)
+        refused(data, places, f"config.data.max_bad_rows={limit}")
+        says = refusal(list, _train_documents(data))
         assert places in says
     for limit in (2, 3):
         base.log_once.cache_clear()
-        config.max_bad_rows = limit
-        store = open_store(config, 260)
+        data = dataclasses.replace(data, max_bad_rows=limit)
+        store = open_store(data, 260)
         assert store.count("documents", "all") == 48
         assert f"2 bad rows are left out: {places}" in caplog.text
         caplog.clear()
-    assert len(list(_train_documents(config))) == store.count("documents", "train")
-    whole = default_config()
-    for name in ("dataset", "data_dir", "cache_dir", "max_bad_rows"):
-        whole.data[name] = config[name]
-    assert prepare(whole)["bad_rows"] == 2
-    config.max_bad_rows = 1  # of a store that is there
-    refused(config, places)
-    config.store = store.path
-    refused(config, places)
+    assert len(list(_train_documents(data))) == store.count("documents", "train")
+    assert prepare(Spec(data=data))["bad_rows"] == 2
+    data = dataclasses.replace(data, max_bad_rows=1)  # of a store that is there
+    refused(data, places)
+    refused(dataclasses.replace(data, store=store.path), places)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -96,31 +93,31 @@ def test_all_bad_files_are_named_up_to_ten(tmp_path, monkeypatch, workers):
     (folder / "e.txt").write_text("fine")
     (folder / "f.txt").write_bytes("ein Stück".encode("utf-16"))
     (folder / "g.txt.gz").write_bytes(b"not compressed")
-    config = data_config(tmp_path, "files", folder, num_workers=workers)
+    data = data_config(tmp_path, "files", folder, num_workers=workers)
     places = ["a.jsonl line 10", "a.jsonl line 20", "b.jsonl.gz line 3", "c.jsonl.gz"]
     places += ["d.txt", "f.txt", "g.txt.gz"]
-    says = refused(config, *places)
+    says = refused(data, *places)
     assert "e.txt" not in says and " more" not in says
     if workers == 1:
         write_rows(folder / "0.jsonl", *range(1, 31))
-        says = refused(config, "/0.jsonl line 1, ", "/0.jsonl line 10: ", " more; or raise config")
+        says = refused(data, "/0.jsonl line 1, ", "/0.jsonl line 10: ", " more; or raise config")
         assert "/0.jsonl line 11" not in says
-        config.max_bad_rows = 36
-        refused(config, "/0.jsonl line 1, ", "; and more")
-        config.max_bad_rows = 37
-        assert open_store(config, 260).index["train"]["documents"] > 100
+        data = dataclasses.replace(data, max_bad_rows=36)
+        refused(data, "/0.jsonl line 1, ", "; and more")
+        data = dataclasses.replace(data, max_bad_rows=37)
+        assert open_store(data, 260).index["train"]["documents"] > 100
 
 
 def test_chunks_that_are_looked_through_for_bad_rows_are_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "chunk_bytes", lambda total: 300)
     folder = tmp_path / "text"
     write_rows(folder / "a.jsonl", 10, 20)
-    config = data_config(tmp_path, "files", folder, num_workers=1)
-    refused(config, "line 10, ", "line 20: ")
-    config.max_bad_rows = 2
-    again = open_store(config, 260)
-    config.cache_dir = str(tmp_path / "other")
-    assert hash_files(again.path) == hash_files(open_store(config, 260).path)
+    data = data_config(tmp_path, "files", folder, num_workers=1)
+    refused(data, "line 10, ", "line 20: ")
+    data = dataclasses.replace(data, max_bad_rows=2)
+    again = open_store(data, 260)
+    data = dataclasses.replace(data, cache_dir=str(tmp_path / "other"))
+    assert hash_files(again.path) == hash_files(open_store(data, 260).path)
 
 
 @pytest.mark.parametrize("kind", ["array_record", "tfrecord"])
@@ -128,8 +125,8 @@ def test_bad_records_of_a_dataset_may_be_left_out(tmp_path, kind):
     texts = articles()
     texts[150] = b"fine so far \xff\xfe"
     write_tfds(tmp_path / "data", kind, texts)
-    config = data_config(tmp_path, NAME, tmp_path / "data", max_bad_rows=1)
-    store = open_store(config, 260)
+    data = data_config(tmp_path, NAME, tmp_path / "data", max_bad_rows=1)
+    store = open_store(data, 260)
     assert documents_of(store, "train") == [
         text for text in texts if isinstance(text, str) and not is_validation(text.encode())
     ]
@@ -152,16 +149,16 @@ def test_a_folder_that_is_mostly_something_else(tmp_path, kind):
     for name, content in OTHERS[kind].items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-    config = data_config(tmp_path, "files", folder)
+    data = data_config(tmp_path, "files", folder)
     other = [name for name, content in OTHERS[kind].items() if content is PARQUET]
     if kind in ("a licence", "requirements"):
-        refused(config, f"config.data.data_dir={folder}: no .txt", "about the data", "1 ending in")
+        refused(data, f"config.data.data_dir={folder}: no .txt", "about the data", "1 ending in")
     else:
         read, text = next(iter(OTHERS[kind].items()))
         size = sum(len(content) for name, content in OTHERS[kind].items() if name != read)
-        refused(config, f"{len(text)} bytes of text", f"{size:,} bytes left out: ", *other)
+        refused(data, f"{len(text)} bytes of text", f"{size:,} bytes left out: ", *other)
     (folder / "novel.txt").write_text("A novel. " * 1000)
-    texts = list(texts_of(find_source(config)))
+    texts = list(texts_of(find_source(data)))
     assert len(texts) == 1 + (kind in ("a vocabulary", "a row"))
 
 

@@ -1,5 +1,6 @@
 """Preparing a store: it depends neither on workers nor on interruptions, and refuses bad input."""
 
+import dataclasses
 import errno
 import functools
 import json
@@ -32,28 +33,27 @@ from support.text import data_refused as refused
 from support.text import hash_files as digest
 from support.text import read_tokens as stream
 
-from prope.config import default_config
 from prope.data.sources import base, files
 from prope.data.sources import tfds as tfds_files
 from prope.data.store import arrays, build, pack, workers
 from prope.data.store.build import open_store
 from prope.errors import RunFailed
+from prope.spec.run import Spec
 
 KILLS = int(os.environ.get("PROPE_KILLS", "1"))  # 10 and more by hand
 
 
 @pytest.fixture
-def config(tmp_path):
+def data(tmp_path):
     """config.data of some text, which one worker packs."""
     folder = write_text(tmp_path / "text", articles())
     return data_config(tmp_path, "files", folder, num_workers=1)
 
 
 @pytest.fixture
-def whole(config, tmp_path):
+def whole(data, tmp_path):
     """A hash of the files of its store."""
-    undisturbed = config.copy_and_resolve_references()
-    undisturbed.cache_dir = str(tmp_path / "undisturbed")
+    undisturbed = dataclasses.replace(data, cache_dir=str(tmp_path / "undisturbed"))
     return digest(build.open_store(undisturbed, 260).path)
 
 
@@ -98,33 +98,33 @@ def test_fingerprints_of_older_versions_stay(tmp_path):
         (NAME, "data", "d8adaa55946c72fc"),
         ("files", "lines", "458b56897736079c"),
     ):
-        config = data_config(tmp_path, dataset, tmp_path / folder)
-        assert open_store(config, 260).fingerprint == fingerprint
+        data = data_config(tmp_path, dataset, tmp_path / folder)
+        assert open_store(data, 260).fingerprint == fingerprint
 
 
-def test_shards_of_the_store_are_cut_anywhere(tmp_path, config, monkeypatch):
-    whole = stream(open_store(config, 260), "train")
+def test_shards_of_the_store_are_cut_anywhere(tmp_path, data, monkeypatch):
+    whole = stream(open_store(data, 260), "train")
     monkeypatch.setattr(arrays, "READ_TOKENS", 128)
     monkeypatch.setattr(arrays, "SHARD", 1024)
-    cut = open_store(data_config(tmp_path / "cut", "files", config.data_dir), 260)
+    cut = open_store(data_config(tmp_path / "cut", "files", data.data_dir), 260)
     paths = list(pathlib.Path(cut.path, "train").rglob("*"))
     assert len(paths) > 5
     np.testing.assert_array_equal(stream(cut, "train"), whole)
 
 
-def test_a_store_is_written_once_and_named_by_what_is_in_it(tmp_path, config):
-    store = open_store(config, 260)
+def test_a_store_is_written_once_and_named_by_what_is_in_it(tmp_path, data):
+    store = open_store(data, 260)
     index = pathlib.Path(store.path, "index.json")
     before = index.stat().st_mtime_ns
-    assert open_store(config, 260).path == store.path
+    assert open_store(data, 260).path == store.path
     assert index.stat().st_mtime_ns == before
-    other = data_config(tmp_path, "files", config.data_dir, validation_fraction=0.1)
+    other = data_config(tmp_path, "files", data.data_dir, validation_fraction=0.1)
     assert open_store(other, 260).fingerprint != store.fingerprint
-    pathlib.Path(config.data_dir, "a.txt").write_text("another text")
-    assert open_store(config, 260).fingerprint != store.fingerprint
+    pathlib.Path(data.data_dir, "a.txt").write_text("another text")
+    assert open_store(data, 260).fingerprint != store.fingerprint
 
 
-def test_a_store_does_not_count_without_its_index(config, whole, monkeypatch):
+def test_a_store_does_not_count_without_its_index(data, whole, monkeypatch):
     write_array = arrays.write_array
 
     def stop_after(*arguments):
@@ -134,13 +134,13 @@ def test_a_store_does_not_count_without_its_index(config, whole, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(arrays, "write_array", stop_after)
         with pytest.raises(KeyboardInterrupt):
-            open_store(config, 260)
-    assert [*pathlib.Path(config.cache_dir).rglob("zarr.json")], "half of it is there"
-    assert digest(open_store(config, 260).path) == whole
+            open_store(data, 260)
+    assert [*pathlib.Path(data.cache_dir).rglob("zarr.json")], "half of it is there"
+    assert digest(open_store(data, 260).path) == whole
 
 
-def test_a_damaged_store_is_an_error_and_not_other_text(config):
-    store = open_store(config, 260)
+def test_a_damaged_store_is_an_error_and_not_other_text(data):
+    store = open_store(data, 260)
     (shard,) = pathlib.Path(store.path, "train", "c").rglob("*")
     damaged = bytearray(shard.read_bytes())
     damaged[100] ^= 1
@@ -159,10 +159,10 @@ def test_tokens_for_unknown_text_are_counted_and_told(tmp_path, caplog):
         minloglevel=2,
     )
     folder = write_text(tmp_path / "text", articles())
-    config = data_config(tmp_path, "files", folder, validation_fraction=0.3)
-    config.tokenizer = str(tmp_path / "m.model")
-    store = open_store(config, 300)
-    model = sentencepiece.SentencePieceProcessor(model_file=config.tokenizer)
+    fields = {"validation_fraction": 0.3, "tokenizer": str(tmp_path / "m.model")}
+    data = data_config(tmp_path, "files", folder, **fields)
+    store = open_store(data, 300)
+    model = sentencepiece.SentencePieceProcessor(model_file=data.tokenizer)
     expected = {"train": 0, "validation": 0}
     for text in articles():
         split = "validation" if is_validation(text.encode(), 0.3) else "train"
@@ -181,8 +181,8 @@ def test_neither_the_format_nor_the_workers_change_a_byte(tmp_path, monkeypatch)
     stores = []
     for kind, number in (("array_record", 1), ("tfrecord", 2)):
         write_tfds(tmp_path / kind, kind, articles())
-        config = data_config(tmp_path / kind, NAME, tmp_path / kind, num_workers=number)
-        stores.append(build.open_store(config, 260))
+        data = data_config(tmp_path / kind, NAME, tmp_path / kind, num_workers=number)
+        stores.append(build.open_store(data, 260))
     one, two = stores
     assert one.path != two.path
     assert one.fingerprint == two.fingerprint
@@ -251,7 +251,7 @@ def test_a_killed_preparation_goes_on_and_ends_in_the_same_store(tmp_path, corpu
     assert reused >= 1
 
 
-def test_finished_chunks_are_not_packed_again(config, whole, monkeypatch, small_chunks):
+def test_finished_chunks_are_not_packed_again(data, whole, monkeypatch, small_chunks):
     pack_chunk = pack.pack
     calls = []
 
@@ -263,23 +263,23 @@ def test_finished_chunks_are_not_packed_again(config, whole, monkeypatch, small_
 
     monkeypatch.setattr(pack, "pack", pack_or_break)
     with pytest.raises(KeyboardInterrupt):
-        build.open_store(config, 260)
+        build.open_store(data, 260)
     assert calls == list(range(8))
-    (chunks,) = pathlib.Path(config.cache_dir).glob("*")
+    (chunks,) = pathlib.Path(data.cache_dir).glob("*")
     assert chunks.suffix == ".chunks", "there is no store, and no lock"
     # As after a loss of power: a file is shorter than its record says.
     damaged = chunks / "3.train"
     damaged.write_bytes(damaged.read_bytes()[:-2])
     remedy = "chunk 3 is damaged and was dropped; run the same command again"
     with pytest.raises(RunFailed, match=remedy):
-        build.open_store(config, 260)
+        build.open_store(data, 260)
     assert calls[8:] == list(range(7, max(calls) + 1))
-    done = build.open_store(config, 260)
+    done = build.open_store(data, 260)
     assert calls[-1] == 3
     assert digest(done.path) == whole
 
 
-def test_chunks_that_were_cut_otherwise_are_not_mixed_in(config, whole, monkeypatch, small_chunks):
+def test_chunks_that_were_cut_otherwise_are_not_mixed_in(data, whole, monkeypatch, small_chunks):
     packed = workers._packed
 
     def stop_early(chunks, *arguments):
@@ -289,9 +289,9 @@ def test_chunks_that_were_cut_otherwise_are_not_mixed_in(config, whole, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(workers, "_packed", stop_early)
         with pytest.raises(KeyboardInterrupt):
-            build.open_store(config, 260)
+            build.open_store(data, 260)
     monkeypatch.setattr(files, "chunk_bytes", lambda total: 9_000)
-    assert digest(build.open_store(config, 260).path) == whole
+    assert digest(build.open_store(data, 260).path) == whole
 
 
 def test_long_documents_are_tokenised_in_segments_and_lose_nothing():
@@ -305,7 +305,7 @@ def test_long_documents_are_tokenised_in_segments_and_lose_nothing():
 # --- One writer at a time ---------------------------------------------------------------------
 
 
-def test_a_second_preparation_waits_for_the_first(config, caplog, monkeypatch):
+def test_a_second_preparation_waits_for_the_first(data, caplog, monkeypatch):
     caplog.set_level("INFO", "prope")
     monkeypatch.setattr(build, "POLL_SECONDS", 0.02)
     write = build._write_store
@@ -322,7 +322,7 @@ def test_a_second_preparation_waits_for_the_first(config, caplog, monkeypatch):
     monkeypatch.setattr(build, "_write_store", write_slowly)
 
     def prepare():
-        stores.append(build.open_store(config, 260))
+        stores.append(build.open_store(data, 260))
 
     threads = [threading.Thread(target=prepare) for _ in range(2)]
     for thread in threads:
@@ -336,7 +336,7 @@ def test_a_second_preparation_waits_for_the_first(config, caplog, monkeypatch):
     for thread in threads:
         thread.join()
     assert len(stores) == 2
-    assert [str(path) for path in pathlib.Path(config.cache_dir).iterdir()] == [stores[0].path]
+    assert [str(path) for path in pathlib.Path(data.cache_dir).iterdir()] == [stores[0].path]
 
 
 # --- What cannot be used ----------------------------------------------------------------------
@@ -344,9 +344,9 @@ def test_a_second_preparation_waits_for_the_first(config, caplog, monkeypatch):
 
 def test_a_store_that_is_not_what_its_name_says(tmp_path):
     folder = write_text(tmp_path / "text", articles())
-    config = data_config(tmp_path, "files", folder)
+    data = data_config(tmp_path, "files", folder)
     other_config = data_config(tmp_path, "files", folder, validation_fraction=0.1)
-    path = pathlib.Path(build.open_store(config, 260).path)
+    path = pathlib.Path(build.open_store(data, 260).path)
     other_index = pathlib.Path(build.open_store(other_config, 260).path, "index.json").read_text()
     index = (path / "index.json").read_text()
     other = json.loads(other_index)["fingerprint"]
@@ -365,21 +365,21 @@ def test_a_store_that_is_not_what_its_name_says(tmp_path):
         (path / name).unlink()
         if content is not None:
             (path / name).write_text(content)
-        refused(config, f"{problem}; remove it to have it prepared again")
+        refused(data, f"{problem}; remove it to have it prepared again")
         (path / name).write_text(whole)
-    assert build.open_store(config, 260).path == str(path)
+    assert build.open_store(data, 260).path == str(path)
 
 
 @pytest.mark.parametrize("name", ["index.json", "train/zarr.json", "train/c/0"])
-def test_a_store_with_a_pipe_in_the_place_of_a_file(config, name):
-    file = pathlib.Path(build.open_store(config, 260).path, name)
+def test_a_store_with_a_pipe_in_the_place_of_a_file(data, name):
+    file = pathlib.Path(build.open_store(data, 260).path, name)
     file.unlink()
     os.mkfifo(file)
-    refused(config, f"{name} is (missing|a pipe or a device)(, .*)?; remove it to have it prepared")
+    refused(data, f"{name} is (missing|a pipe or a device)(, .*)?; remove it to have it prepared")
 
 
 @pytest.mark.parametrize("written", ["chunks", "arrays"])
-def test_a_disk_that_fills_up(config, whole, monkeypatch, small_chunks, written):
+def test_a_disk_that_fills_up(data, whole, monkeypatch, small_chunks, written):
     write_array = arrays.write_array
 
     def fill_disk(*arguments):
@@ -387,51 +387,51 @@ def test_a_disk_that_fills_up(config, whole, monkeypatch, small_chunks, written)
             write_array(*arguments)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    cache = pathlib.Path(config.cache_dir)
+    cache = pathlib.Path(data.cache_dir)
     with monkeypatch.context() as patch:
         if written == "chunks":
             patch.setattr(pack, "write_atomic", fill_disk)
         else:
             patch.setattr(arrays, "write_array", fill_disk)
         remedy = "Finished chunks are kept: free some space"
-        refused(config, f"cache_dir={cache}: the disk is full; .* {remedy}")
+        refused(data, f"cache_dir={cache}: the disk is full; .* {remedy}")
     assert not list(cache.rglob("index.json"))
     assert any(cache.glob("*.chunks/*.json")) == (written == "arrays")
-    assert digest(build.open_store(config, 260).path) == whole
+    assert digest(build.open_store(data, 260).path) == whole
 
 
 @pytest.mark.parametrize("written", ["chunks", "arrays"])
 def test_files_that_may_not_grow_larger(tmp_path, monkeypatch, written):
     """As in a shell with ulimit -f, or on a file system with a limit."""
-    config = data_config(tmp_path)
+    data = data_config(tmp_path)
     if written == "arrays":  # of which a file is larger than that of any chunk
         texts = write_text(tmp_path / "text", [text * 20 for text in articles()])
         monkeypatch.setattr(files, "chunk_bytes", lambda total: 5_000)
-        config = data_config(tmp_path, "files", texts)
+        data = data_config(tmp_path, "files", texts)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python would cut it off, too
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))
     try:
-        refused(config, f"cache_dir={config.cache_dir}: a file would be larger than .*ulimit -f")
+        refused(data, f"cache_dir={data.cache_dir}: a file would be larger than .*ulimit -f")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert any(pathlib.Path(config.cache_dir).glob("*.chunks/*.json")) == (written == "arrays")
-    assert open_store(config, 260)
+    assert any(pathlib.Path(data.cache_dir).glob("*.chunks/*.json")) == (written == "arrays")
+    assert open_store(data, 260)
 
 
-def test_a_worker_that_is_killed(config, monkeypatch):
-    config.num_workers = 2
-    source = build.find_source(config)
+def test_a_worker_that_is_killed(data, monkeypatch):
+    data = dataclasses.replace(data, num_workers=2)
+    source = build.find_source(data)
     deadly = functools.partial(os._exit, 9)
     chunks = [chunk._replace(read=deadly) for chunk in source.chunks]
     killed = source._replace(chunks=chunks, is_divided=False)  # read by workers alone
     monkeypatch.setattr(build, "find_source", lambda data: killed)
     remedy = "a worker was killed, .* finished chunks are kept; .* a smaller config.data.num_wor"
     with pytest.raises(RunFailed, match=remedy):
-        build.open_store(config, 260)
+        build.open_store(data, 260)
 
 
-def test_a_cache_that_cannot_be_written(config, bucket, tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written(data, bucket, tmp_path, monkeypatch):
     blocked = tmp_path / "blocked"
     blocked.write_text("a file, not a folder")
     monkeypatch.setenv("PROPE_CACHE", str(blocked))
@@ -441,8 +441,7 @@ def test_a_cache_that_cannot_be_written(config, bucket, tmp_path, monkeypatch):
         ("gs://other/stores", "config.data.cache_dir=gs://other/stores: cannot be made"),
         ("nothing://x", "config.data.cache_dir=nothing://x: must be a local path, or"),
     ):
-        config.cache_dir = cache
-        refused(config, f"^{problem}")
+        refused(dataclasses.replace(data, cache_dir=cache), f"^{problem}")
 
 
 # --- Alone ------------------------------------------------------------------------------------
@@ -469,14 +468,14 @@ for needs in (lambda: __import__("tensorflow"), socket.socket):
         needs()
     except (ModuleNotFoundError, RuntimeError) as error:
         print(error)
-from prope.config import from_dict
+from prope.config import spec_from_dict
 from prope.data.store.build import prepare
 from prope.data.view import show_batch
 from prope.data.vocabulary import train_tokenizer
-config = from_dict(json.loads(sys.argv[1]))
-prepared = prepare(config)
-shown = show_batch(config, 3, 2, None)
-learnt = train_tokenizer(config, sys.argv[2], 288, "unigram", 50_000)
+spec = spec_from_dict(json.loads(sys.argv[1]))
+prepared = prepare(spec)
+shown = show_batch(spec, 3, 2, None)
+learnt = train_tokenizer(spec, sys.argv[2], 288, "unigram", 50_000)
 print(json.dumps([prepared, shown, learnt]))
 """
 
@@ -487,11 +486,10 @@ def test_no_socket_and_no_tensorflow(tmp_path, kind):
     (tmp_path / "site" / "sitecustomize.py").write_text(ALONE)  # for the workers too
     paths = os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
     write_tfds(tmp_path / "data", kind, articles(400))
-    config = default_config()
-    config.data = data_config(tmp_path, NAME, tmp_path / "data", num_workers=2)
+    spec = Spec(data=data_config(tmp_path, NAME, tmp_path / "data", num_workers=2))
     model = str(tmp_path / "m.model")
     done = subprocess.run(
-        [sys.executable, "-c", WITHIN, json.dumps(config.to_dict()), model],
+        [sys.executable, "-c", WITHIN, json.dumps(spec.to_dict()), model],
         env=os.environ | {"PYTHONPATH": paths},
         cwd=tmp_path,
         capture_output=True,

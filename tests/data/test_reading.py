@@ -70,8 +70,8 @@ def source_of(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["array_record", "tfrecord", "files"])
 def test_storage_that_fails_is_tried_again_and_is_not_damage(tmp_path, monkeypatch, kind):
-    config, name = source_of(tmp_path, kind)
-    source = find_source(config)
+    data, name = source_of(tmp_path, kind)
+    source = find_source(data)
     expected = list(texts_of(source))
     with monkeypatch.context() as patch:
         broken(patch, name, errno.EIO, 2)
@@ -86,13 +86,13 @@ def test_storage_that_fails_is_tried_again_and_is_not_damage(tmp_path, monkeypat
 
 
 def test_a_folder_that_may_not_be_listed_is_not_incomplete(tmp_path, monkeypatch):
-    config, _ = source_of(tmp_path, "array_record")
+    data, _ = source_of(tmp_path, "array_record")
     denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     monkeypatch.setattr(Path, "iterdir", lambda path: (_ for _ in ()).throw(denied))
     with pytest.raises(
         RunFailed, match="data: cannot be read: Permission denied; nothing was changed"
     ):
-        find_source(config)
+        find_source(data)
 
 
 @pytest.mark.parametrize("below", ["", "a", "a/b c"])

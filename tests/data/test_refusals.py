@@ -7,20 +7,20 @@ import platform
 import sysconfig
 
 import pytest
-from prope.runtime.validate import validate
 from support.text import WIKIPEDIA as NAME
 from support.text import articles, data_config, refusal, texts_of, write_text, write_tfds
 
-from prope.config import EMBEDDED, default_config
 from prope.data.sources import files
 from prope.data.sources.find import find_source
 from prope.data.store.build import open_store
 from prope.data.windows import Windows
+from prope.spec.data import EMBEDDED
+from prope.spec.run import Spec
 
 
-def refused(config, *mentions, vocab_size=260):
+def refused(data, *mentions, vocab_size=260):
     """Asserts that no store is made, and what the line mentions."""
-    says = refusal(open_store, config, vocab_size)
+    says = refusal(open_store, data, vocab_size)
     for mention in mentions:
         assert str(mention) in says, says
     return says
@@ -92,8 +92,8 @@ def test_data_that_is_not_there(tmp_path, dataset, folder, mentions):
     (tmp_path / "other" / ".cache").mkdir(parents=True)
     (tmp_path / "other" / ".cache" / "a.txt").write_text("hidden")
     (tmp_path / "other" / "a.parquet").write_bytes(b"PAR1")
-    config = data_config(tmp_path, dataset, tmp_path / folder)
-    refused(config, tmp_path / folder, mentions.format(root=tmp_path))
+    data = data_config(tmp_path, dataset, tmp_path / folder)
+    refused(data, tmp_path / folder, mentions.format(root=tmp_path))
 
 
 @pytest.mark.parametrize("dataset", EMBEDDED)
@@ -103,8 +103,8 @@ def test_a_library_without_source_files(tmp_path, monkeypatch, dataset, name):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("#" * 60_000)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    config = data_config(tmp_path / "cache", dataset)
-    refused(config, f"config.data.dataset={dataset}", platform.python_version(), tmp_path)
+    data = data_config(tmp_path / "cache", dataset)
+    refused(data, f"config.data.dataset={dataset}", platform.python_version(), tmp_path)
 
 
 # --- Datasets of TFDS -------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def dataset(request, tmp_path):
 
 
 def test_a_dataset_that_is_incomplete(tmp_path, dataset):
-    folder, config, name = dataset
+    folder, data, name = dataset
     jsons = "dataset_info.json or features.json"
     for file, kept, mention in (
         (name, None, name),
@@ -136,21 +136,21 @@ def test_a_dataset_that_is_incomplete(tmp_path, dataset):
         path.unlink()
         if kept is not None:
             path.write_bytes(whole[: kept if kept <= 0 else int(kept * len(whole))])
-        says = refused(config, f"config.data.data_dir={tmp_path}/data", mention, "gcloud storage")
+        says = refused(data, f"config.data.data_dir={tmp_path}/data", mention, "gcloud storage")
         assert len(says) < 1500, "the record is not quoted"
         path.unlink(missing_ok=True)
         os.mkfifo(path)  # opening it would wait for ever
-        refused(config, f"config.data.data_dir={tmp_path}/data", file)
+        refused(data, f"config.data.data_dir={tmp_path}/data", file)
         path.unlink()
         if file.endswith("json"):
             path.write_text("[" * 100_000)
-            refused(config, jsons)
+            refused(data, jsons)
         path.write_bytes(whole)
-    assert open_store(config, 260).index["train"]["documents"] > 0
+    assert open_store(data, 260).index["train"]["documents"] > 0
 
 
 def test_changed_bytes_of_a_record(dataset):
-    folder, config, name = dataset
+    folder, data, name = dataset
     whole = (folder / name).read_bytes()
     text = whole.rindex(b"text to change")
     places = [text]
@@ -166,7 +166,7 @@ def test_changed_bytes_of_a_record(dataset):
         for byte in range(place, place + 3):
             content[byte] ^= 1
         (folder / name).write_bytes(content)
-        refused(config, f"{name} is damaged")
+        refused(data, f"{name} is damaged")
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -174,8 +174,8 @@ def test_a_record_that_is_not_utf8(tmp_path, number):
     texts = articles()
     texts[150] = b"fine so far \xff\xfe"
     write_tfds(tmp_path / "data", "array_record", texts)
-    config = data_config(tmp_path, NAME, tmp_path / "data", num_workers=number)
-    refused(config, "wikipedia-train.array_record-00001-of-00002 record 85: ", "byte 12")
+    data = data_config(tmp_path, NAME, tmp_path / "data", num_workers=number)
+    refused(data, "wikipedia-train.array_record-00001-of-00002 record 85: ", "byte 12")
     assert not list(tmp_path.rglob("index.json"))
 
 
@@ -237,8 +237,8 @@ def test_no_code_is_run_that_features_name(tmp_path, trap, kind):
     path = folder / "features.json"
     text = json.loads(path.read_text())["featuresDict"]["features"]["text"]
     path.write_text(json.dumps(CODE_RUNNERS[kind](text)))
-    config = data_config(tmp_path, NAME, tmp_path / "data")
-    refused(config, "features.json: pythonClassName=evil.Evil")
+    data = data_config(tmp_path, NAME, tmp_path / "data")
+    refused(data, "features.json: pythonClassName=evil.Evil")
 
 
 # --- Settings that do not fit -----------------------------------------------------------------
@@ -253,20 +253,20 @@ def test_features_that_are_not_there(tmp_path):
         ("files", "text", {"template": "{a}{text}"}, ["a.txt", "config.data.template"]),
     ):
         refused(data_config(tmp_path, dataset, tmp_path / folder, **fields), *mentions)
-    config = data_config(tmp_path, NAME, tmp_path / "data", text_feature="title")
-    assert next(texts_of(find_source(config))) == b"t"
+    data = data_config(tmp_path, NAME, tmp_path / "data", text_feature="title")
+    assert next(texts_of(find_source(data))) == b"t"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt"])
 def test_a_file_without_a_byte(tmp_path, name):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / name).write_bytes(b"")
-    config = data_config(tmp_path, "files", tmp_path / "text")
-    says = refused(config, "has no document with text")
+    data = data_config(tmp_path, "files", tmp_path / "text")
+    says = refused(data, "has no document with text")
     assert says.startswith("files: ")
     assert not list(tmp_path.rglob("index.json"))
     (tmp_path / "text" / "b.txt").write_text("a text")
-    assert open_store(config, 260).count("documents", "all") == 1
+    assert open_store(data, 260).count("documents", "all") == 1
 
 
 def test_splits_and_windows_that_the_text_is_too_short_for(tmp_path):
@@ -280,8 +280,8 @@ def test_splits_and_windows_that_the_text_is_too_short_for(tmp_path):
 
 def test_tokenizers_with_more_ids_than_the_model(tmp_path, sentencepiece_model):
     for tokenizer, ids in (("byte", 260), (sentencepiece_model, 300)):
-        config = data_config(tmp_path, tokenizer=tokenizer)
-        refused(config, f"config.model.vocab_size={ids - 1}", ids, vocab_size=ids - 1)
+        data = data_config(tmp_path, tokenizer=tokenizer)
+        refused(data, f"config.model.vocab_size={ids - 1}", ids, vocab_size=ids - 1)
 
 
 FILES = {"weight": 1, "dataset": "files", "data_dir": "a"}
@@ -314,6 +314,6 @@ STORE = {"dataset": NAME, "store": "gs://bucket/a", "data_dir": ""}
     ],
 )
 def test_fields_that_do_not_fit(fields, mentions):
-    config = default_config()
-    config.data.update({"dataset": "files", "data_dir": "x"} | fields)
-    assert mentions in refusal(validate, config)
+    data = {"dataset": "files", "data_dir": "x"} | fields
+    fields = {f"data.{name}": value for name, value in data.items()}
+    assert mentions in refusal(Spec().replace, fields)

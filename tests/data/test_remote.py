@@ -1,5 +1,6 @@
 """Text and stores in a bucket, on a real server, whatever happens to it; stores without text."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -61,8 +62,8 @@ def write_both(tmp_path, bucket, kind, texts):
     return there, here
 
 
-def assert_same_store(config, other, vocab_size=260):
-    stores = [build.open_store(data, vocab_size) for data in (config, other)]
+def assert_same_store(data, other, vocab_size=260):
+    stores = [build.open_store(data, vocab_size) for data in (data, other)]
     assert digest(stores[0].path) == digest(stores[1].path)
 
 
@@ -239,19 +240,17 @@ def test_a_local_disk_that_is_full(tmp_path, bucket, local, monkeypatch):
 
 
 @pytest.fixture
-def config(tmp_path):
+def data(tmp_path):
     """config.data of some text."""
     folder = write_text(tmp_path / "text", articles())
     return data_config(tmp_path, "files", folder, seq_len=64)
 
 
 @pytest.fixture
-def in_bucket(config, bucket, tmp_path, monkeypatch):
+def in_bucket(data, bucket, tmp_path, monkeypatch):
     """The same, with the store in a bucket."""
     monkeypatch.setenv("PROPE_CACHE", str(tmp_path / "local"))
-    config = config.copy_and_resolve_references()
-    config.cache_dir = f"{bucket}/stores"
-    return config
+    return dataclasses.replace(data, cache_dir=f"{bucket}/stores")
 
 
 def read_files(folder) -> dict[str, bytes]:
@@ -274,12 +273,12 @@ def assert_same_batches(windows, expected):
             np.testing.assert_array_equal(values, batch[name])
 
 
-def test_a_store_in_a_bucket_is_that_of_a_folder(tmp_path, config, in_bucket):
-    local = open_windows(config, 260, "train")
+def test_a_store_in_a_bucket_is_that_of_a_folder(tmp_path, data, in_bucket):
+    local = open_windows(data, 260, "train")
     windows = open_windows(in_bucket, 260, "train")
     stores = epath.Path(in_bucket.cache_dir)
     assert windows.store.path.startswith(in_bucket.cache_dir)
-    assert read_files(stores) == read_files(config.cache_dir), "nothing else is left"
+    assert read_files(stores) == read_files(data.cache_dir), "nothing else is left"
     assert_same_batches(windows, local)
     assert open_store(in_bucket, 260).path == windows.store.path
     assert not list((tmp_path / "local").iterdir())
@@ -303,10 +302,10 @@ class NoLock:
 @pytest.mark.parametrize("place", ["folder", "bucket"])
 @pytest.mark.parametrize("moment", ["chunks", "train", "validation", "index"])
 def test_two_hosts_that_prepare_at_once_lose_nothing(
-    tmp_path, config, in_bucket, monkeypatch, moment, place
+    tmp_path, data, in_bucket, monkeypatch, moment, place
 ):
     """One host writes all of the store while another is about to write what `moment` names."""
-    expected = read_files(open_store(config, 260).path)
+    expected = read_files(open_store(data, 260).path)
     if place == "folder":
         in_bucket.cache_dir = str(tmp_path / "shared")
         monkeypatch.setattr(build.filelock, "FileLock", NoLock)
@@ -342,10 +341,10 @@ def test_two_hosts_that_prepare_at_once_lose_nothing(
 
 @pytest.mark.slow
 def test_a_host_that_is_suspended_while_another_prepares(
-    tmp_path, bucket, config, storage, start_command
+    tmp_path, bucket, data, storage, start_command
 ):
     """At a random moment; PROPE_SUSPENDS times."""
-    expected = read_files(open_store(config, 260).path)
+    expected = read_files(open_store(data, 260).path)
     chance = random.Random(SUSPENDS)
     suspended = 0
     for attempt in range(10 * SUSPENDS):  # some hosts are done before they can be stopped
@@ -376,7 +375,7 @@ def test_a_host_that_is_suspended_while_another_prepares(
     assert suspended == SUSPENDS
 
 
-def test_a_bucket_that_refuses_writes(config, in_bucket, storage, monkeypatch):
+def test_a_bucket_that_refuses_writes(data, in_bucket, storage, monkeypatch):
     """What it has by then of the arrays is written again, the same."""
     write_array = arrays.write_array
 
@@ -392,12 +391,12 @@ def test_a_bucket_that_refuses_writes(config, in_bucket, storage, monkeypatch):
             open_store(in_bucket, 260)
     assert "\n" not in str(caught.value)
     assert any(name.endswith("/c/0") for name in files_below(epath.Path(in_bucket.cache_dir)))
-    expected = read_files(open_store(config, 260).path)
+    expected = read_files(open_store(data, 260).path)
     monkeypatch.setattr(pack, "pack", None)
     assert read_files(open_store(in_bucket, 260).path) == expected, "its chunks were kept"
 
 
-def test_a_folder_that_may_not_be_written_is_told_and_not_tried_again(config, monkeypatch):
+def test_a_folder_that_may_not_be_written_is_told_and_not_tried_again(data, monkeypatch):
     """Launchers restart what failed with the storage: here a person must change something."""
 
     def refuse(*_):
@@ -405,21 +404,21 @@ def test_a_folder_that_may_not_be_written_is_told_and_not_tried_again(config, mo
 
     monkeypatch.setattr(arrays, "write_array", refuse)
     with pytest.raises(UsageError, match="cache_dir=.*: cannot be written: Permission denied"):
-        open_store(config, 260)
+        open_store(data, 260)
 
 
 @pytest.mark.parametrize("place", ["folder", "bucket"])
-def test_shards_that_are_missing_or_cut_short(request, config, place, monkeypatch):
+def test_shards_that_are_missing_or_cut_short(request, data, place, monkeypatch):
     """A missing shard would read as padding."""
     monkeypatch.setattr(arrays, "READ_TOKENS", 128)
     monkeypatch.setattr(arrays, "SHARD", 1024)
     if place == "bucket":
-        config = request.getfixturevalue("in_bucket")
-    windows = open_windows(config, 260, "train")
+        data = request.getfixturevalue("in_bucket")
+    windows = open_windows(data, 260, "train")
     folder = epath.Path(windows.store.path)
 
     def check(problem):
-        refused(config, f"^the store {folder}: {problem}; remove it to have it prepared again$")
+        refused(data, f"^the store {folder}: {problem}; remove it to have it prepared again$")
 
     first, second = (folder / f"train/c/{number}" for number in (0, 2))
     whole = first.read_bytes()
@@ -447,8 +446,8 @@ FAILURES = [
 
 
 @pytest.mark.parametrize("text", FAILURES)
-def test_a_storage_that_fails_while_tokens_are_read(config, monkeypatch, text):
-    windows = open_windows(config, 260, "train")
+def test_a_storage_that_fails_while_tokens_are_read(data, monkeypatch, text):
+    windows = open_windows(data, 260, "train")
     expected = windows.read([1])
     tokens = windows._tokens
     monkeypatch.setattr(places, "_PAUSES", (0, 0))
@@ -477,12 +476,12 @@ def test_a_storage_that_fails_while_tokens_are_read(config, monkeypatch, text):
 
 
 @pytest.mark.parametrize("place", ["folder", "bucket"])
-def test_a_store_is_opened_by_its_place(request, tmp_path, config, place, monkeypatch):
+def test_a_store_is_opened_by_its_place(request, tmp_path, data, place, monkeypatch):
     if place == "bucket":
-        config = request.getfixturevalue("in_bucket")
-    expected = open_windows(config, 260, "train")
+        data = request.getfixturevalue("in_bucket")
+    expected = open_windows(data, 260, "train")
     shutil.rmtree(tmp_path / "text")
-    refused(config, "there is no such folder")
+    refused(data, "there is no such folder")
     monkeypatch.setenv("PROPE_CACHE", str(tmp_path / "another host"))
     path = expected.store.path
     alone = data_config(tmp_path / "x", "files", store=path, seq_len=64)
@@ -504,21 +503,19 @@ def test_a_store_that_does_not_fit(tmp_path, sentencepiece_model):
         "loss_on": "targets",
         "validation_fraction": 0.1,
     }
-    config = data_config(tmp_path, data_dir=tmp_path / "data", **settings)
-    place = open_store(config, 260).path
-    config.data_dir = ""
-    config.store = place
-    assert open_store(config, 260).path == place
+    data = data_config(tmp_path, data_dir=tmp_path / "data", **settings)
+    place = open_store(data, 260).path
+    data = dataclasses.replace(data, data_dir="", store=place)
+    assert open_store(data, 260).path == place
     for field, value, mentions in (
-        ("dataset", "python_docs", NAME),
+        ("dataset", "files", NAME),
         ("template", "{text}", "{title}: {text}"),
         ("loss_on", "all", "targets"),
         ("validation_fraction", 0.05, "0.1"),
         ("tokenizer", sentencepiece_model, "with byte "),
         ("store", str(tmp_path), "prope.data.prepare"),
     ):
-        wrong = config.copy_and_resolve_references()
-        wrong[field] = value
+        wrong = dataclasses.replace(data, **{field: value})
         says = refusal(open_store, wrong, 300)
         assert says.startswith(f"config.data.{field}={value}: ") and mentions in says
 

@@ -1,6 +1,7 @@
 """Kinds of text, instructions, and mixtures: that nothing is lost or doubled on the way."""
 
 import contextlib
+import dataclasses
 import gzip
 import hashlib
 import json
@@ -14,7 +15,6 @@ import sysconfig
 import numpy as np
 import pytest
 from etils import epath
-from prope.runtime.validate import validate
 from support.text import WIKIPEDIA as NAME
 from support.text import (
     articles,
@@ -29,7 +29,7 @@ from support.text import (
     write_tfds,
 )
 
-from prope.config import default_config, differences, from_dict
+from prope.config import spec_from_dict
 from prope.data.mixture import interleave_sources, open_windows
 from prope.data.sources import base, files
 from prope.data.sources.find import find_source
@@ -38,6 +38,7 @@ from prope.data.store.build import open_store, prepare
 from prope.data.tokenizer import GEMMA_IDS
 from prope.data.windows import train_batch
 from prope.runtime.files import hash_file
+from prope.spec.run import Spec, differences
 
 assert_equal = np.testing.assert_array_equal
 BOS = GEMMA_IDS.bos
@@ -151,24 +152,23 @@ def test_files_in_a_bucket_are_hashed_once(tmp_path, bucket, monkeypatch, data_l
     folder = epath.Path(bucket)
     for name in ("a.txt", "b.txt", "x/c.JSONL", "._a.txt", ".ipynb_checkpoints/a.txt", "c.md"):
         (folder / name).write_text(json_line(name))
-    config = data_config(tmp_path, "files", bucket)
-    config.cache_dir = f"{bucket}-stores"
-    source = find_source(config)
+    data = data_config(tmp_path, "files", bucket, cache_dir=f"{bucket}-stores")
+    source = find_source(data)
     left_out = "3 left out (2 hidden, 1 ending in .md)"
     assert data_lines() == [f"data: {bucket}: 3 files read, {left_out}"]
     assert list(texts_of(source))[2] == b"x/c.JSONL"
     assert sorted(hashed) == ["a.txt", "b.txt", "c.JSONL"]
-    assert find_source(config).identity == source.identity
+    assert find_source(data).identity == source.identity
     assert len(hashed) == 3
     (folder / "b.txt").write_text(json_line("B.txt"))  # of the same size
     (folder / "d.txt").write_text("d")
-    changed = find_source(config).identity
+    changed = find_source(data).identity
     assert sorted(hashed[3:]) == ["b.txt", "d.txt"]
     other_cache = data_config(tmp_path / "other", "files", bucket)
     assert find_source(other_cache).identity == changed != source.identity
-    (hashes,) = epath.Path(config.cache_dir).iterdir()
+    (hashes,) = epath.Path(data.cache_dir).iterdir()
     hashes.write_text("[" * 100_000)
-    assert find_source(config).identity == changed
+    assert find_source(data).identity == changed
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.jsonl.gz"])
@@ -199,8 +199,8 @@ def test_texts_of_a_dataset_that_are_empty_are_left_out_and_counted(tmp_path, da
     stores = []
     for name, written in (("a", [*texts[:20], "", *texts[20:], " \n"]), ("b", texts)):
         write_tfds(tmp_path / name, kind, written)
-        config = data_config(tmp_path / name, NAME, tmp_path / name, validation_fraction=0.2)
-        stores.append(open_store(config, 260))
+        data = data_config(tmp_path / name, NAME, tmp_path / name, validation_fraction=0.2)
+        stores.append(open_store(data, 260))
     with_empty, without = stores
     for split in arrays.SPLITS:
         assert_equal(read_tokens(with_empty, split), read_tokens(without, split))
@@ -275,8 +275,8 @@ def write_library(folder, sizes, monkeypatch):
 def test_source_files_are_taken_by_size_and_place(tmp_path, monkeypatch, data_lines):
     sizes = TAKEN | LEFT_OUT | NOT_LISTED
     library = write_library(tmp_path / "a", sizes, monkeypatch)
-    config = data_config(tmp_path, "python_source")
-    first = find_source(config)
+    data = data_config(tmp_path, "python_source")
+    first = find_source(data)
     documents = list(texts_of(first))
     assert documents == [(library / name).read_bytes() for name in TAKEN]
     assert first.num_bytes == sum(TAKEN.values())
@@ -284,11 +284,11 @@ def test_source_files_are_taken_by_size_and_place(tmp_path, monkeypatch, data_li
 
     assert first.identity["python"] == platform.python_version()
     library = write_library(tmp_path / "b", dict(reversed(sizes.items())), monkeypatch)
-    assert find_source(config).identity == first.identity, "whatever the place, order and date"
+    assert find_source(data).identity == first.identity, "whatever the place, order and date"
     write(library, "short.py", "# other text")
-    assert find_source(config).identity == first.identity, "whatever is left out"
+    assert find_source(data).identity == first.identity, "whatever is left out"
     write(library, "a.py", "y" * TAKEN["a.py"])
-    assert find_source(config).identity != first.identity, "of equal size"
+    assert find_source(data).identity != first.identity, "of equal size"
 
 
 def test_the_fingerprint_of_the_documentation_stays(tmp_path, monkeypatch):
@@ -330,9 +330,9 @@ def test_the_loss_may_fall_on_targets_only(tmp_path, kind):
         write_lines(tmp_path / "a.jsonl", [{"title": "t", "text": text} for text in texts])
     else:
         write_tfds(tmp_path, kind, texts)
-    config = data_config(tmp_path, "files" if kind == "files" else NAME, tmp_path)
-    config.update({"template": "Q: {title}\nA: {text}", "loss_on": "targets"})
-    config.update({"seq_len": 50, "validation_fraction": 0.2})
+    fields = {"template": "Q: {title}\nA: {text}", "loss_on": "targets"}
+    fields |= {"seq_len": 50, "validation_fraction": 0.2}
+    data = data_config(tmp_path, "files" if kind == "files" else NAME, tmp_path, **fields)
     prompt = b"Q: t\nA: "
     expected_tokens = []
     expected_weights = []
@@ -342,7 +342,7 @@ def test_the_loss_may_fall_on_targets_only(tmp_path, kind):
             expected_tokens += [BOS, *(byte + 4 for byte in prompt + predicted), EOS]
             expected_weights += [0] * (1 + len(prompt)) + [1] * (len(predicted) + 1)
             num_bytes += len(predicted)
-    windows = open_windows(config, 260, "train")
+    windows = open_windows(data, 260, "train")
     store = windows.store
     batch = windows.read(range(windows.count))
     last = len(expected_tokens) - 1
@@ -361,8 +361,7 @@ def test_the_loss_may_fall_on_targets_only(tmp_path, kind):
     for name, ids in (("train_unigram_loss", train), ("unigram_loss", predicted_ids("validation"))):
         losses = [-math.log((np.sum(train == t) + 1) / (len(train) + 260)) for t in ids]
         assert math.isclose(store.index[name], np.mean(losses), rel_tol=1e-9)
-    config.loss_on = "all"
-    loss_on_all = open_store(config, 260)
+    loss_on_all = open_store(dataclasses.replace(data, loss_on="all"), 260)
     assert loss_on_all.fingerprint != store.fingerprint
     assert_equal(read_tokens(loss_on_all, "train"), expected_tokens)
 
@@ -400,9 +399,9 @@ def mixture(tmp_path, weights=(3, 1)):
     first = write_text(tmp_path / "text", articles(100))
     second = write_text(tmp_path / "other", [text.upper() for text in articles(40)])
     entries = [FILES | {"data_dir": str(folder)} for folder in (first, second)]
-    config = mixed(tmp_path, entries, weights)
+    data = mixed(tmp_path, entries, weights)
     alone = [data_config(tmp_path, "files", folder, seq_len=64) for folder in (first, second)]
-    return config, alone
+    return data, alone
 
 
 def mixed(tmp_path, entries, weights):
@@ -423,8 +422,8 @@ def test_turns_are_spread_evenly(shares):
 
 
 def test_a_mixture_takes_from_each_source_its_share_and_order(tmp_path):
-    config, data = mixture(tmp_path, weights=(0.75, 0.25))
-    windows = open_windows(config, 260, "train")
+    data, data = mixture(tmp_path, weights=(0.75, 0.25))
+    windows = open_windows(data, 260, "train")
     first, second = (open_windows(source, 260, "train") for source in data)
     indices = [windows.window_index(example, seed=5) for example in range(4 * first.count)]
     from_first = [index for index in indices if index < first.count]
@@ -433,7 +432,7 @@ def test_a_mixture_takes_from_each_source_its_share_and_order(tmp_path):
     for source, order in ((first, from_first), (second, from_second)):
         assert order == [source.window_index(example, seed=5) for example in range(len(order))]
     batch = train_batch(windows, 5, 8, 3)
-    half = train_batch(open_windows(config, 260, "train"), 5, 8, 3, rows=range(4, 8))
+    half = train_batch(open_windows(data, 260, "train"), 5, 8, 3, rows=range(4, 8))
     for row, index in enumerate(indices[24:32]):
         is_first = index < first.count
         expected = first.read([index]) if is_first else second.read([index - first.count])
@@ -445,9 +444,7 @@ def test_a_mixture_takes_from_each_source_its_share_and_order(tmp_path):
 
 def test_a_mixture_is_evaluated_on_all_of_its_sources(tmp_path):
     data, alone = mixture(tmp_path)
-    config = default_config()
-    config.data = data
-    prepared = prepare(config)
+    prepared = prepare(Spec(data=data))
     stores = [open_store(source, 260) for source in alone]
     assert prepared["documents"] == 140
     assert prepared["store"] == [store.path for store in stores]
@@ -477,13 +474,9 @@ def test_a_generated_source_of_a_mixture_has_windows_for_every_seed(tmp_path, se
 
 
 def test_a_mixture_in_a_saved_config():
-    config = default_config()
-    config.data.update({"dataset": "mixture", "mixture": (FILES,)})
-    validate(config)
-    saved = from_dict(json.loads(json.dumps(config.to_dict())))
-    assert differences(config, saved) == []
-    moved = config.copy_and_resolve_references()
-    moved.data.mixture = (FILES | {"data_dir": "b"},)
-    assert differences(config, moved) == []
-    moved.data.mixture = (FILES | {"dataset": "python_docs"},)
-    assert differences(config, moved) != []
+    spec = Spec().replace({"data.dataset": "mixture", "data.mixture": (FILES,)})
+    assert spec_from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+    moved = spec.replace({"data.mixture": (FILES | {"data_dir": "b"},)})
+    assert differences(spec.flat(), moved.flat()) == []
+    other = spec.replace({"data.mixture": ({"weight": 1, "dataset": "python_docs"},)})
+    assert differences(spec.flat(), other.flat()) != []

@@ -106,13 +106,13 @@ NAMED = {
 @pytest.mark.parametrize("kind", NAMED)
 def test_names_of_splits_are_the_splits(tmp_path, logged, kind):
     folder = write(tmp_path / "text", NAMED[kind])
-    config = data_config(tmp_path, "files", folder, seq_len=32)
-    store = open_store(config, 260)
+    data = data_config(tmp_path, "files", folder, seq_len=32)
+    store = open_store(data, 260)
     train = "".join(documents_of(store, "train"))
     assert train.replace("More.", "") == TRAIN
     assert ("More." in train) == any("More." in text for text in NAMED[kind].values())
     assert documents_of(store, "validation") == [VALIDATION]
-    assert "".join(map(bytes.decode, _train_documents(config))) == train
+    assert "".join(map(bytes.decode, _train_documents(data))) == train
     (line,) = [line for line in logged.messages if "names of files tell their splits" in line]
     assert " train" in line and "1 validation" in line
     has_test = kind in ("WikiText", "the Hub", "in the middle")
@@ -182,11 +182,11 @@ def texts_in(contents):
 @pytest.mark.parametrize("fraction", [0.05, 1e-9, 0.999])
 def test_something_of_few_documents_is_held_out(tmp_path, kind, fraction):
     folder = write(tmp_path / "text", FEW[kind])
-    config = data_config(tmp_path, "files", folder, validation_fraction=fraction, seq_len=2)
+    data = data_config(tmp_path, "files", folder, validation_fraction=fraction, seq_len=2)
     texts = texts_in(FEW[kind])
-    store = open_store(config, 260)
+    store = open_store(data, 260)
     for split in ("train", "validation"):
-        assert open_windows(config, 260, split).count > 0
+        assert open_windows(data, 260, split).count > 0
         assert len(documents_of(store, split)) == store.count("documents", split) <= len(texts)
     # Every byte is in one of them, once.
     parts = [read_tokens(store, split) for split in ("train", "validation")]
@@ -200,9 +200,9 @@ def test_something_of_few_documents_is_held_out(tmp_path, kind, fraction):
 
 @pytest.mark.parametrize("kind", FEW)
 def test_where_nothing_is_split_nothing_is_cut(tmp_path, kind):
-    config = data_config(tmp_path, "files", write(tmp_path / "text", FEW[kind]), seq_len=10**6)
+    data = data_config(tmp_path, "files", write(tmp_path / "text", FEW[kind]), seq_len=10**6)
     texts = texts_in(FEW[kind])
-    windows = open_windows(config, 260, "all")
+    windows = open_windows(data, 260, "all")
     assert sorted(documents_of(windows.store, "all")) == sorted(texts)
     assert windows.store.count("documents", "all") == len(texts)
     size = sum(len(text.encode()) for text in texts)
@@ -229,17 +229,17 @@ def test_pieces_are_no_documents(tmp_path):
 
 def test_many_documents_are_split_as_before(tmp_path):
     texts = articles(300)
-    config = data_config(tmp_path, "files", write(tmp_path, {"a.jsonl": rows(*texts)}))
-    store = open_store(config, 260)
+    data = data_config(tmp_path, "files", write(tmp_path, {"a.jsonl": rows(*texts)}))
+    store = open_store(data, 260)
     expected = [text for text in texts if is_validation(text.encode())]
     assert documents_of(store, "validation") == expected
-    assert find_rule(find_source(config), 0.05).total == 0
+    assert find_rule(find_source(data), 0.05).total == 0
 
 
 def test_text_that_cannot_be_split_can_be_evaluated(tmp_path):
     folder = write(tmp_path / "text", {"a.txt": "word", "b.txt": "word"})
-    config = data_config(tmp_path, "files", folder, seq_len=4)
-    assert documents_of(open_windows(config, 260, "all").store, "all") == ["word", "word"]
+    data = data_config(tmp_path, "files", folder, seq_len=4)
+    assert documents_of(open_windows(data, 260, "all").store, "all") == ["word", "word"]
 
 
 # --- Long documents ---------------------------------------------------------------------------
@@ -251,10 +251,10 @@ def test_a_long_document_is_read_in_parts_and_is_one(tmp_path, monkeypatch, name
     monkeypatch.setattr(files, "PART_BYTES", 100)
     folder = write(tmp_path / "text", {name: rows(text) if "jsonl" in name else text})
     write(folder, {"b.txt": "b" * 90, "c.txt": ""})
-    config = data_config(tmp_path, "files", folder)
+    data = data_config(tmp_path, "files", folder)
     if name.startswith("a.txt"):
-        assert max(map(len, texts_of(find_source(config)))) <= 100
-    store = open_store(config, 260)
+        assert max(map(len, texts_of(find_source(data)))) <= 100
+    store = open_store(data, 260)
     assert documents_of(store, "all") == [text, "b" * 90]
 
 
@@ -269,8 +269,8 @@ def test_a_separator_stands_between_documents(tmp_path, monkeypatch, part, separ
     texts = [f"Story {i}.\nIts end." for i in range(30)]
     line = separator if separator == "\n\n" else f"\n{separator}\n"
     folder = write(tmp_path / "text", {name: line.join(texts) + line})
-    config = data_config(tmp_path, "files", folder, separator=separator)
-    store = open_store(config, 260)
+    data = data_config(tmp_path, "files", folder, separator=separator)
+    store = open_store(data, 260)
     assert sorted(documents_of(store, "all")) == sorted(texts)
     other = data_config(tmp_path, "files", folder)
     assert open_store(other, 260).fingerprint != store.fingerprint

@@ -1,42 +1,41 @@
 """What prope.data.inspect shows: rows of a batch, and how long documents are."""
 
+import dataclasses
 import re
 
 import numpy as np
 import pytest
 from support.text import articles, data_config, read_tokens, refusal, write_lines
 
-from prope.config import default_config
 from prope.data import view
 from prope.data.tokenizer import load_tokenizer
 from prope.data.windows import Windows, train_batch
+from prope.spec.run import Spec
 
 
 @pytest.fixture
-def config(tmp_path):
-    """A run's config with 200 texts, which are to be read in windows of 64 tokens."""
+def spec(tmp_path):
+    """A run's spec with 200 texts, which are to be read in windows of 64 tokens."""
     (tmp_path / "text").mkdir()
     write_lines(tmp_path / "text" / "all.jsonl", [{"text": text} for text in articles()])
-    config = default_config()
     fields = {"validation_fraction": 0.2, "seq_len": 64}
-    config.data = data_config(tmp_path, "files", tmp_path / "text", **fields)
-    return config
+    return Spec(data=data_config(tmp_path, "files", tmp_path / "text", **fields))
 
 
-def test_the_rows_of_a_batch_are_shown(config, capsys):
-    result = view.show_batch(config, 20, 3, None)
+def test_the_rows_of_a_batch_are_shown(spec, capsys):
+    result = view.show_batch(spec, 20, 3, None)
     text = capsys.readouterr().out
     assert (result["step"], result["rows"], result["seq_len"]) == (20, 3, 64)
-    windows = Windows(config.data, 260, "train")
-    batch = train_batch(windows, config.seed, config.batch_size, 20, range(3))
+    windows = Windows(spec.data, 260, "train")
+    batch = train_batch(windows, spec.seed, spec.batch_size, 20, range(3))
     assert batch["weights"].mean() < 1, "a document ends in a row"
     assert (result["windows"], result["steps_per_epoch"]) == (
         windows.count,
-        round(windows.count / config.batch_size, 2),
+        round(windows.count / spec.batch_size, 2),
     )
     assert result["documents_in_rows"] == sum(len({*row} - {0}) for row in batch["segment_ids"])
     assert result["weight_share"] == pytest.approx(batch["weights"].mean(), abs=1e-4)
-    numbers = re.findall(rf"row \d of {config.batch_size}: window ([\d,]+) of", text)
+    numbers = re.findall(rf"row \d of {spec.batch_size}: window ([\d,]+) of", text)
     numbers = [int(number.replace(",", "")) for number in numbers]
     np.testing.assert_array_equal(windows.read(numbers)["tokens"], batch["tokens"])
     other_lines = r"(?m)^(---|===| +place| +\d+ +\d+ +\d+ |  \.\.\.).*"
@@ -79,7 +78,7 @@ def test_a_row_is_described_with_its_borders_positions_and_weights():
     assert table[-3] == ["15", "31", "2", "1", "<eos>", "0", "<pad>", "0"]
 
 
-def test_a_mixture_is_shown_source_by_source(config, tmp_path, capsys):
+def test_a_mixture_is_shown_source_by_source(spec, tmp_path, capsys):
     mixture = []
     for name, words, weight in (("long", 60, 3), ("short", 4, 1)):
         folder = tmp_path / name
@@ -87,9 +86,10 @@ def test_a_mixture_is_shown_source_by_source(config, tmp_path, capsys):
         texts = [f"{name} {i:02}" + " word" * words for i in range(100)]
         write_lines(folder / "a.jsonl", [{"inputs": text, "targets": "yes"} for text in texts])
         mixture.append({"weight": weight, "dataset": "files", "data_dir": str(folder)})
-    config.data.update({"dataset": "mixture", "data_dir": "", "mixture": tuple(mixture)})
-    config.data.update({"template": "{inputs}? {targets}", "loss_on": "targets"})
-    result = view.show_batch(config, 2, 4, str(tmp_path / "plot.png"))
+    fields = {"dataset": "mixture", "data_dir": "", "mixture": tuple(mixture)}
+    fields |= {"template": "{inputs}? {targets}", "loss_on": "targets"}
+    mixed = dataclasses.replace(spec, data=dataclasses.replace(spec.data, **fields))
+    result = view.show_batch(mixed, 2, 4, str(tmp_path / "plot.png"))
     text = capsys.readouterr().out
     shown = [
         (source["dataset"], source["weight"], source["document_tokens"]["longest"])
@@ -105,11 +105,10 @@ def test_a_mixture_is_shown_source_by_source(config, tmp_path, capsys):
     assert "\n    yes\n" in text
 
 
-def test_a_mixture_of_generated_windows_has_no_lengths(config):
-    mixed = config.copy_and_resolve_references()
+def test_a_mixture_of_generated_windows_has_no_lengths(spec):
     tasks = ("passkey", "niah")
     mixture = tuple({"weight": 1, "dataset": f"longcontext/{task}"} for task in tasks)
-    mixed.data.update({"dataset": "mixture", "data_dir": "", "mixture": mixture})
+    mixed = spec.replace({"data.dataset": "mixture", "data.data_dir": "", "data.mixture": mixture})
     assert view.show_batch(mixed, 0, 1, None)["sources"] == []
     assert "--plot=a.png" in refusal(view.show_batch, mixed, 0, 1, "a.png")
 
@@ -123,8 +122,8 @@ def test_control_characters_do_not_reach_the_terminal():
 
 
 @pytest.mark.parametrize("measured", [700, 10**9])
-def test_lengths_of_documents(config, monkeypatch, measured):
-    store = Windows(config.data, 260, "train").store
+def test_lengths_of_documents(spec, monkeypatch, measured):
+    store = Windows(spec.data, 260, "train").store
     tokens = read_tokens(store, "train")[:measured]
     lengths = np.diff(np.flatnonzero(tokens == 2), append=len(tokens))
     assert lengths.max() > 300, "some do not fit into a scan"

@@ -8,10 +8,9 @@ import time
 
 import numpy as np
 import pytest
-from support.text import is_validation
+from support.text import data_config, is_validation
 from support.text import read_tokens as stream
 
-from prope.config import default_config
 from prope.data.windows import Windows, prefetch, randomise_positions, shuffled_index, train_batch
 
 B = 8
@@ -46,24 +45,11 @@ def expected(folder):
     return stream
 
 
-def windows_config(folder, **fields):
-    config = default_config()
-    config.data.update(
-        {
-            "dataset": "files",
-            "seq_len": T,
-            "data_dir": str(folder),
-            "cache_dir": str(folder.parent / "cache"),
-        }
-        | fields
-    )
-    return config
-
-
 @pytest.fixture
 def open_windows(folder):
     def run(split="train", **fields):
-        return Windows(windows_config(folder, **fields).data, 260, split)
+        data = data_config(folder.parent, "files", folder, **{"seq_len": T} | fields)
+        return Windows(data, 260, split)
 
     return run
 

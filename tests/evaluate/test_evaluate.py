@@ -142,9 +142,24 @@ def test_a_record_is_the_sum_over_its_tokens(runs, base, fields, pairs):
     assert starts == list(range(0, T, 8))
     for bucket in buckets:
         assert bucket["to"] == bucket["from"] + 8
-        there = expected.loss[expected.position // 8 == bucket["from"] // 8]
+        is_there = expected.position // 8 == bucket["from"] // 8
+        there = expected.loss[is_there]
+        documents = expected.document[is_there]
         assert bucket["tokens"] == len(there)
+        assert bucket["documents"] == len(set(documents)) > 20
         assert bucket["loss"] == pytest.approx(there.mean(), rel=1e-6)
+        assert bucket["loss_stderr"] == pytest.approx(jackknife(there, documents), rel=1e-3)
+
+
+def test_a_position_that_one_document_reaches_has_no_standard_error():
+    loss = np.array([[3.0, 8.0], [5.0, 0.0]])
+    tokens = np.array([[1, 4], [2, 0]])
+    sums = paired.Sums(loss, tokens, np.array([0, 4, 8]), np.zeros(2, int), [1.0])
+    both, one = losses.summarize_positions(sums)
+    assert both["loss_stderr"] == pytest.approx(
+        jackknife(np.array([3, 2.5, 2.5]), np.array([0, 1, 1]))
+    )
+    assert (one["documents"], one["loss"], one["loss_stderr"]) == (1, 2.0, None)
 
 
 def test_the_standard_error_is_that_over_documents(runs):

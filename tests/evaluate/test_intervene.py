@@ -25,10 +25,11 @@ from prope.inference.asking import AskOptions, answers
 from prope.inference.opening import parse_interventions, rescale, specs_by_length
 from prope.inference.options import ENCODINGS, Options
 from prope.inference.paired import paired_difference
+from prope.pages.interventions import pictures
 from prope.spec.data import DataSpec
 from prope.spec.model import ModelSpec
 from prope.spec.run import Spec
-from prope.sweep import interventions
+from prope.sweep.interventions import list_changes
 from prope.sweep.runs import Run
 
 P = 32  # pairs of the runs
@@ -284,7 +285,7 @@ def test_the_report_has_the_changes_of_every_band(tmp_path):
         for b, band in enumerate(THIRDS):
             losses[256, f"stop:{band}", 1.0] = 2.0 + g + seed + changed[g, seed, b]
         group.append(make_sweep_run(tmp_path, p, seed, losses))
-    changes = interventions.changes(group)
+    changes = list_changes(group)
     assert len(changes) == 2 * 3
     for change in changes:
         g = ("p = 0.5", "p = 1").index(change.group)
@@ -292,7 +293,7 @@ def test_the_report_has_the_changes_of_every_band(tmp_path):
         interval = stats.ttest_1samp(values, 0).confidence_interval()
         assert change.difference.difference == pytest.approx(values.mean())
         assert change.difference.interval() == pytest.approx(tuple(interval))
-    (picture,) = interventions.pictures(changes)
+    (picture,) = pictures(changes)
     shown = draw_picture(picture).axes[0].images[0].get_array()
     np.testing.assert_allclose(shown[:, 0], changed[0].mean(axis=0))
 
@@ -320,7 +321,7 @@ def test_what_is_changed_has_a_row_of_its_own(tmp_path, added, rows):
     run = make_sweep_run(tmp_path, 1.0, 0, losses | {key: 1 + add for key, add in added.items()})
     records = [record | {"step": 0} for record in run.evaluations]
     run = dataclasses.replace(run, step=0, evaluations=records)
-    (picture,) = interventions.pictures(interventions.changes([run]))
+    (picture,) = pictures(list_changes([run]))
     axes = draw_picture(picture).axes[0]
     assert [text.get_text() for text in axes.get_yticklabels()] == list(rows)
     np.testing.assert_allclose(axes.images[0].get_array(), list(rows.values()))

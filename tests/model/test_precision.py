@@ -10,7 +10,7 @@ from support.heads import analysis_options
 
 from prope import sharding
 from prope.analysis import analysis
-from prope.inference import evaluation, generation
+from prope.inference import generation, losses
 from prope.optimizer import make_optimizer
 from prope.spec.data import DataSpec
 from prope.spec.model import ModelSpec
@@ -83,7 +83,7 @@ def test_a_bfloat16_step_is_as_fast_as_before():
 
 
 def evaluate(workdir):
-    list(evaluation.evaluations(evaluation.LossOptions(str(workdir), max_windows=1, again=True)))
+    list(losses.evaluations(losses.LossOptions(str(workdir), max_windows=1, again=True)))
 
 
 def sample(workdir):

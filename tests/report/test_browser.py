@@ -12,9 +12,9 @@ from support.heads import analysis_options
 from support.runs import make_run
 
 from prope.analysis import analysis
-from prope.html import drawing
-from prope.sweep.page import report_sweep
-from prope.sweep.run_page import report_run
+from prope.pages import drawing
+from prope.pages.run import report_run
+from prope.pages.sweep import report_sweep
 
 pytestmark = [
     pytest.mark.slow,
@@ -93,7 +93,7 @@ def test_nothing_is_cut_off_and_all_can_be_read(pages, tab, kind):
         assert min(measured["labels"]) >= 11
         assert max(measured["labels"]) <= 16
         assert measured["ground"] == ground
-        if width == 1280:
+        if width == 1280 or kind in ("run", "sweep"):
             assert measured["scrolled"] == []
     links = measured["links"]
     ids = set(tab.ask("[...document.querySelectorAll('[id]')].map(e => e.id)"))
@@ -103,6 +103,18 @@ def test_nothing_is_cut_off_and_all_can_be_read(pages, tab, kind):
     for file in files:
         assert (pages[kind].parent / file).is_file(), file
     assert tab.errors == []
+
+
+def test_a_phone_shows_the_loss_of_a_run_first_and_tables_as_lists(pages, tab):
+    tab.open(pages["run"], 390)
+    assert tab.ask("document.images[0].getBoundingClientRect().bottom") < 900
+    assert tab.ask("document.images[0].alt").startswith("Last losses of training")
+    cells = """[...document.querySelectorAll("section table")].find(e => e.checkVisibility())
+        .querySelectorAll("tbody tr:first-child > *")"""
+    names = tab.ask(f"[...{cells}].map(e => getComputedStyle(e, '::before').content)")
+    assert [name.strip('" ') for name in names[:3]] == ["step", "dataset", "tokens in a window"]
+    tops = tab.ask(f"[...{cells}].map(e => e.getBoundingClientRect().top)")
+    assert tops == sorted(set(tops))
 
 
 def draw_labels(picture) -> tuple[list, object]:

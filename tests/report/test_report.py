@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import html
+import itertools
 import json
 import math
 import pathlib
@@ -24,13 +25,15 @@ from support.text import read_lines, write_lines
 
 from prope.config import default_config
 from prope.errors import UsageError
-from prope.html import drawing
 from prope.inference import paired
 from prope.inference.statistics import average_seeds
 from prope.inference.statistics import deviation as deviation_of
-from prope.sweep import comparisons, context, interventions, pictures, run_page, runs
-from prope.sweep import page as sweep_page
-from prope.sweep.run_page import report_run
+from prope.pages import drawing
+from prope.pages import sweep as sweep_page
+from prope.pages.curves import loss_picture, pictures
+from prope.pages.run import encoding_picture, report_run
+from prope.sweep import comparisons, context, curves, runs
+from prope.sweep.interventions import list_changes
 
 
 @pytest.fixture
@@ -100,7 +103,7 @@ def read_rows(sweep) -> tuple[list[runs.Run], list[dict]]:
 
 
 def pictures_by_name(sweep) -> dict[str, drawing.Picture]:
-    return {picture.name: picture for picture in pictures.pictures(*read_rows(sweep))}
+    return {picture.name: picture for picture in pictures(*read_rows(sweep))}
 
 
 def lines_of(picture) -> list[list[tuple[list, list]]]:
@@ -154,6 +157,7 @@ def test_the_result_is_that_of_the_files(reported):
     assert nope["interval"] == pytest.approx(interval(sweep, 0))
     assert nope["interval_over_documents"] is None, "the runs have kept no sums"
     assert rope is None
+    assert all(len(set(map(len, table))) == 1 for table in page.tables)
     head, *rows = page.tables[0]
     assert head[:3] == ["p", "rotated pairs", "runs"]
     assert "paper" not in page.text, "other data, another model"
@@ -315,12 +319,12 @@ def test_the_loss_of_a_run_is_drawn_on_the_same_windows_at_every_step(sweep):
     add_records(run_folder(sweep, 0), fuller)
     run, *_ = runs.read_sweep(sweep)
     alone = dataclasses.replace(run, evaluations=[*run.evaluations, *run.dropped])
-    (axes,) = draw_picture(pictures.loss_picture(alone)).axes
+    (axes,) = draw_picture(loss_picture(alone)).axes
     assert len(alone.evaluations) > len(run.evaluations)
     assert axes.lines[1].get_ydata()[-1] == plain["loss"]
-    assert f"{plain['loss']:.4f} at step 10" in pictures.loss_picture(alone).alt
+    assert f"{plain['loss']:.4f} at step 10" in loss_picture(alone).alt
     unlike = [record | {"max_windows": 999} for record in run.evaluations]
-    picture = pictures.loss_picture(dataclasses.replace(run, evaluations=unlike))
+    picture = loss_picture(dataclasses.replace(run, evaluations=unlike))
     assert len(draw_picture(picture).axes[0].lines) == 1, "none of the windows of training"
 
 
@@ -329,7 +333,7 @@ def test_bands_are_compared_with_evaluations_that_other_runs_lack(sweep):
     plain = final(sweep, 0, 0) | {"windows": 999, "max_windows": 999}
     stopped = plain | {"encoding": "stop:0-3", "factor": 1.0, "loss": plain["loss"] + 0.5}
     add_records(run_folder(sweep, 0), plain, stopped)
-    (change,) = interventions.changes(runs.read_sweep(sweep))
+    (change,) = list_changes(runs.read_sweep(sweep))
     assert change.difference.difference == pytest.approx(0.5)
 
 
@@ -393,6 +397,9 @@ def test_the_page_of_a_run_has_all_of_its_evaluations(sweep, undrawn):
     ]
     write_lines(folder / "eval.jsonl", [plain | change for change in changes])
     page = Page(pathlib.Path(report_run(folder)["output"]))
+    first = next(attributes for tag, attributes in page.tags if tag == "img")
+    assert first["alt"].startswith("Last losses of training")
+    assert all(len(set(map(len, table))) == 1 for table in page.tables)
     rows = table_with(page, "predicted tokens")
     assert {row[3]: row[5] for row in rows} == {
         "–": "2.2500",
@@ -428,7 +435,7 @@ def test_the_encoding_of_a_run_is_drawn_by_kind_of_layer():
     model = {"num_layers": 3, "head_dim": 16, "max_wavelength": 10_000.0, "rope_percentage": 0.5}
     windows = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 8}
     config.model.update(model | windows | {"local_rope_percentage": 1.0})
-    picture = run_page.encoding_picture(SimpleNamespace(config=config))
+    picture = encoding_picture(SimpleNamespace(config=config))
     axes = draw_picture(picture).axes[0]
     *curves, once = axes.lines
     rotate = [8, 4]
@@ -666,19 +673,27 @@ def test_declared_contrasts_are_corrected_for_their_number(sweep, monkeypatch):
     result = sweep_page.report_sweep(sweep, contrasts=["p=0,p=0.25"])
     losses = {p: finals(sweep, p) for p in PERCENTAGES}
     p_values = []
+    sign_flips = []
     contrasts = [(0.25, 1.0), (0.0, 0.25)]
     for (first, second), contrast in zip(contrasts, result["contrasts"], strict=True):
         test = stats.ttest_rel(losses[first], losses[second])
         assert contrast["difference"] == pytest.approx(np.mean(losses[first] - losses[second]))
         assert contrast["interval"] == pytest.approx(tuple(test.confidence_interval(0.975)))
         p_values.append(test.pvalue)
-    expected = [min(1, max(2 * min(p_values), p)) for p in p_values]
+        differences = losses[first] - losses[second]
+        signed = [differences @ signs for signs in itertools.product((1, -1), repeat=2)]
+        sign_flips.append(np.mean(np.abs(signed) >= abs(differences.sum()) - 1e-12))
+    expected, flipped = (
+        [min(1, max(2 * min(found), p)) for p in found] for found in (p_values, sign_flips)
+    )
     assert [one["p_value"] for one in result["contrasts"]] == pytest.approx(expected)
+    assert [one["sign_flip_p_value"] for one in result["contrasts"]] == pytest.approx(flipped)
     page = Page(sweep / "report" / "index.html")
     rows = table_with(page, "contrast")
     assert column(rows, 0) == ["p = 0.25 minus p = 1", "p = 0 minus p = 0.25"]
     assert column(rows, 4) == [f"{p:.2g}" for p in expected]
-    assert column(rows, 5) == ["when 6 runs had a result"] * 2
+    assert column(rows, 5) == [f"{p:.2g}" for p in flipped]
+    assert column(rows, 6) == ["when 6 runs had a result"] * 2
 
 
 def lose_evaluation(folder):
@@ -721,7 +736,7 @@ def test_a_picture_of_means_over_different_seeds_says_so(sweep, name):
     for is_lost in (False, True):
         if is_lost:
             shutil.rmtree(run_folder(sweep, 0.25, 1))
-        drawn = {picture.name: picture for picture in pictures.pictures(*read_rows(sweep))}
+        drawn = {picture.name: picture for picture in pictures(*read_rows(sweep))}
         means, *_ = draw_picture(drawn[name]).axes
         assert ("different seeds" in means.get_title()) == is_lost
         joined = any(line.get_linestyle() == "-" for line in means.lines)
@@ -942,6 +957,41 @@ def test_errors_of_perplexity_are_deviations_and_those_of_differences_intervals(
         assert ends == pytest.approx(interval(sweep, p))
 
 
+def band_ends(axes, number=0) -> dict[float, tuple[float, float]]:
+    """The ends of a line's band, by x."""
+    (path,) = axes.collections[number].get_paths()
+    x, y = path.vertices.T
+    return {at: (y[x == at].min(), y[x == at].max()) for at in set(x)}
+
+
+def test_bands_are_intervals_over_seeds_and_of_a_single_run_over_documents(sweep):
+    """Those of positions; the octave of two buckets has the mean of theirs, by tokens."""
+    path = run_folder(sweep, 0) / "eval.jsonl"
+    records = read_lines(path)
+    *_, last = records[-2]["by_position"]
+    records[-2]["by_position"].append(last | {"from": 96, "to": 128, "tokens": 27})
+    errors = (0.1, 0.2, 0.3)
+    for record in records:
+        for bucket, stderr in zip(record.get("by_position", []), errors, strict=False):
+            bucket |= {"documents": 12, "loss_stderr": stderr}
+    write_lines(path, records)
+    axes, _ = draw_picture(pictures_by_name(sweep)["position"]).axes
+    losses = [[bucket["loss"] for bucket in row] for row in finals(sweep, 0, "by_position")]
+    ends = band_ends(axes)
+    for place, of_seeds in zip((32, 96), zip(*losses, strict=True), strict=True):
+        expected = stats.ttest_1samp(of_seeds, 0).confidence_interval(0.95)
+        assert ends[place] == pytest.approx(tuple(expected))
+    shutil.rmtree(run_folder(sweep, 0, 1))
+    drawn = pictures_by_name(sweep)
+    t = stats.t.ppf(0.975, 11)
+    far = [0.1, (9 * 0.2 + 27 * 0.3) / 36]
+    for name, stderrs in (("position", errors[:2]), ("far", far)):
+        axes, _ = draw_picture(drawn[name]).axes
+        ends = band_ends(axes)
+        for x, y, stderr in zip(*axes.lines[0].get_data(), stderrs, strict=True):
+            assert ends[x] == pytest.approx((y - t * stderr, y + t * stderr))
+
+
 def error_bars(axes) -> list[tuple[float, float]]:
     """The ends of all error bars."""
     (bars,) = axes.containers
@@ -966,7 +1016,7 @@ def test_positions_in_long_windows_are_put_together_by_octaves():
     others = [{"seq_len": 16_384}, {"seq_len": 256, "by_position": buckets[:1]}]
     longest = {"seq_len": 8192, "by_position": buckets}
     shorter = {"seq_len": 512, "by_position": buckets[1:2]}
-    assert pictures.by_octave(stand_in([shorter, longest, *others])) == pytest.approx(
+    assert curves.by_octave(stand_in([shorter, longest, *others])) == pytest.approx(
         {
             512: 0,
             1536: 1024,
@@ -974,7 +1024,7 @@ def test_positions_in_long_windows_are_put_together_by_octaves():
             6144: (5 * 4096 + 6 * 5120 + 7 * 6144 + 8 * 7168) / 26,
         }
     )
-    assert pictures.by_octave(stand_in(others)) == {}
+    assert curves.by_octave(stand_in(others)) == {}
 
 
 def test_lengths_are_compared_on_the_fullest_text_that_has_several():
@@ -991,8 +1041,8 @@ def test_lengths_are_compared_on_the_fullest_text_that_has_several():
     trained_on = {"split": "train", "fingerprint": "trained on", "loss": 0.0}
     seen = [trained_on | {"seq_len": seq_len} for seq_len in (256, 512, 1024)]
     by_length = {256: "full, 256", 512: "full, 512"}
-    assert pictures.by_length(stand_in(evaluations + seen)) == by_length
+    assert curves.by_length(stand_in(evaluations + seen)) == by_length
     imported = stand_in([one | {"dataset": "files"} for one in evaluations])
     imported.metrics = []
-    assert pictures.by_length(imported) == by_length, "an import has no data of its own"
-    assert pictures.by_length(stand_in(evaluations[:1])) == {}
+    assert curves.by_length(imported) == by_length, "an import has no data of its own"
+    assert curves.by_length(stand_in(evaluations[:1])) == {}

@@ -13,7 +13,7 @@ from support.text import read_lines
 
 from prope.inference.paired import paired_difference
 from prope.inference.statistics import average_seeds
-from prope.sweep.page import report_sweep
+from prope.pages.sweep import report_sweep
 
 RESULTS = ROOT / "configs/results"
 
@@ -75,6 +75,7 @@ def contrast_rows(report: dict) -> list[str]:
             signed(contrast["difference"]),
             interval(contrast["interval"]),
             f"{contrast['p_value']:.3g}",
+            f"{contrast['sign_flip_p_value']:.3g}",
         )
         rows.append(table_row(cells))
     return rows

@@ -123,7 +123,7 @@ def edit_run(workdir, base, **fields) -> None:
 
 def evaluate_run(workdir, **flags) -> list[dict]:
     """The records of prope.evaluate with these flags; with intervene, those of changed models."""
-    from prope.inference.evaluation import LossOptions, evaluations
+    from prope.inference.losses import LossOptions, evaluations
 
     records = list(evaluations(LossOptions(**{"workdir": str(workdir)} | flags)))
     if flags.get("intervene"):

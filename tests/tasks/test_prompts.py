@@ -14,7 +14,7 @@ from support.text import refusal
 from prope.data.tasks.draws import LETTERS, Draw
 from prope.data.tasks.retrieval import DEPTHS
 from prope.data.tasks.tasks import TASKS, VARIANTS, make_prompt, split_name
-from prope.inference.trials import chances_without_retrieval
+from prope.inference.asking import chances_without_retrieval
 from prope.spec.data import GENERATED
 
 UNITS = 60

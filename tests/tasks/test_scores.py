@@ -19,7 +19,7 @@ from prope import sharding
 from prope.data.tasks.draws import Prompt
 from prope.data.tasks.tasks import TASKS, make_prompt
 from prope.data.tokenizer import GEMMA_IDS, ByteTokenizer, load_tokenizer
-from prope.inference import asking, generation, trials
+from prope.inference import asking, generation
 from prope.inference.asking import AskOptions
 from prope.workdir.run import open_run
 
@@ -47,7 +47,7 @@ def read_records(workdir) -> list[dict]:
     return read_lines(workdir / "longcontext.jsonl")
 
 
-def make_trials(task, count, T=128, prose=False, tokenizer=None) -> list[trials.Trial]:
+def make_trials(task, count, T=128, prose=False, tokenizer=None) -> list[asking.Trial]:
     tokenizer = tokenizer or ByteTokenizer()
 
     def size(text):
@@ -57,13 +57,13 @@ def make_trials(task, count, T=128, prose=False, tokenizer=None) -> list[trials.
     made = []
     for i in range(count):
         prompt = make_prompt(task, prose, T, rows[i % len(rows)], i, 0, False, size)
-        made.append(trials.encode(tokenizer, task, prompt))
+        made.append(asking.encode(tokenizer, task, prompt))
     return made
 
 
 def score(spec, params, T, tried):
     ids = ByteTokenizer.vocab_size
-    return trials.score_trials(spec, params, T, tried, sharding.make_mesh(), ids)
+    return asking.score_trials(spec, params, T, tried, sharding.make_mesh(), ids)
 
 
 def lively(base):
@@ -92,7 +92,7 @@ WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_wind
 def test_scores_are_those_of_the_plain_forward_pass(base, monkeypatch, tasks, prose, T, fields):
     """Answers of several lengths, longer than a chunk, and one that the model says, together."""
     monkeypatch.setattr(generation, "_CHUNK", 3)
-    trials._make_score.cache_clear()  # which has no chunks among its keys
+    asking._make_score.cache_clear()  # which has no chunks among its keys
     spec, params = lively(base)
     if fields:
         spec = dataclasses.replace(spec, model=dataclasses.replace(spec.model, **fields))
@@ -232,7 +232,7 @@ def test_records_have_the_best_guess_of_all_their_prompts(run, monkeypatch):
 def test_a_guess_is_made_among_the_answers_that_are_scored():
     """Foils of another number of tokens are none, though they stand in the prompt."""
     prompt = Prompt("=A4=B5=C1=D2?C", "1", {"value": [*"4523abcde"]}, source=6)
-    trial = trials.encode(Uneven(), "niah", prompt)
+    trial = asking.encode(Uneven(), "niah", prompt)
     assert trial.guesses == {"chance": 1 / 8, "uniform": 1 / 2, "first": 1, "last": 0}
 
 

@@ -13,12 +13,13 @@ from support.sweeps import draw_picture
 from support.text import refusal, write_lines
 
 from prope.inference.asking import RECORDS
+from prope.pages.run import report_run
+from prope.pages.sweep import report_sweep
+from prope.pages.tasks import maps
 from prope.spec.data import DataSpec
 from prope.spec.model import ModelSpec
 from prope.spec.run import Spec
-from prope.sweep import maps, runs
-from prope.sweep.page import report_sweep
-from prope.sweep.run_page import report_run
+from prope.sweep import context, runs
 from prope.workdir.run import write_config
 
 LENGTHS = (128, 256, 512)
@@ -87,7 +88,7 @@ def sweep(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def picture(sweep):
-    (picture,) = maps.maps(runs.read_sweep(sweep))
+    (picture,) = maps(runs.read_sweep(sweep))
     return picture
 
 
@@ -120,10 +121,10 @@ def test_the_effective_length_ends_before_the_first_failure():
     records = {}
     for length, right in accuracy.items():
         records[length] = {"accuracy": right, "accuracy_interval": (right, right), "guess": 0.125}
-    assert maps.effective_length(256, records) == 512
-    assert maps.effective_length(300, records) is None, "the training length was not evaluated"
-    assert maps.effective_length(128, records) is None, "a run that fails there"
-    assert maps.effective_length(256, {}) is None
+    assert context.effective_length(256, records) == 512
+    assert context.effective_length(300, records) is None, "the training length was not evaluated"
+    assert context.effective_length(128, records) is None, "a run that fails there"
+    assert context.effective_length(256, {}) is None
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_the_effective_length_ends_before_the_first_failure():
 )
 def test_only_above_the_best_guess_is_a_score_retrieval(accuracy, low, guess, expected):
     record = {"accuracy": accuracy, "accuracy_interval": (low, 1.0), "guess": guess}
-    assert maps.retrieves(record) == expected
+    assert context.retrieves(record) == expected
 
 
 def wilson(share, prompts) -> np.ndarray:

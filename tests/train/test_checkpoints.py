@@ -10,19 +10,19 @@ import jax.numpy as jnp
 import pytest
 from etils import epath
 from gcsfs.retry import HttpError
-from prope.stack import parameters
-from prope.stack.parameters import TABLE
 from support.commands import ROOT, finish, losses
 from support.models import same
 from support.runs import NO_WINDOWS, make_run, restore_training, save_checkpoints
 
 from configs.quickstart import get_config
-from prope import sharding
+from prope import parameters, sharding
 from prope import step as step_lib
 from prope import train as train_lib
+from prope.config import resolve
 from prope.errors import RunFailed, UsageError
 from prope.hf import exporter
 from prope.optimizer import make_optimizer
+from prope.parameters import TABLE
 from prope.step import init_state, prepare
 from prope.workdir import checkpoints as checkpoints_lib
 from prope.workdir.checkpoints import Checkpoints, save_imported
@@ -47,16 +47,16 @@ LOSSES = {
 
 @pytest.mark.parametrize("reason", LOSSES)
 def test_the_first_checkpoint_of_a_run_is_read_back(tmp_path, monkeypatch, reason):
-    config, params = make_run(tmp_path / "whole")
+    spec, params = make_run(tmp_path / "whole")
     monkeypatch.setattr(checkpoints_lib, "write_hashes", LOSSES[reason])
     says = f"run/checkpoints/1: was written, and cannot be read back .{reason}"
     with pytest.raises(RunFailed, match=says):
-        save_checkpoints(tmp_path / "run", config, {1: params})
+        save_checkpoints(tmp_path / "run", spec, {1: params})
     with pytest.raises(RunFailed, match="imported/checkpoints/0: .*cannot be read back"):
-        identity = {"config": config.to_dict(), "init_hash": "0" * 16}
+        identity = {"config": spec.to_dict(), "init_hash": "0" * 16}
         save_imported(epath.Path(tmp_path / "imported"), params, identity, {})
     # Later ones are not waited for.
-    save_checkpoints(tmp_path / "whole", config, {8: params})
+    save_checkpoints(tmp_path / "whole", spec, {8: params})
 
 
 # What saving meets, and the exit code: 76 where launchers may start again.
@@ -84,10 +84,10 @@ def small_run(tmp_path_factory):
 def test_only_what_may_pass_is_tried_again_when_a_save_fails(
     small_run, tmp_path, monkeypatch, error, code
 ):
-    config, params = small_run
+    spec, params = small_run
     monkeypatch.setattr(checkpoints_lib, "write_hashes", lambda *_: (_ for _ in ()).throw(error))
     with pytest.raises((type(error), RunFailed)) as raised:
-        save_checkpoints(tmp_path / "run", config, {1: params})
+        save_checkpoints(tmp_path / "run", spec, {1: params})
     if code is None:
         assert raised.value is error
     else:
@@ -99,7 +99,7 @@ def test_only_what_may_pass_is_tried_again_when_a_save_fails(
 def test_a_save_that_begins_while_another_is_written_has_hashes_of_its_own(
     small_run, tmp_path, monkeypatch
 ):
-    config, params = small_run
+    spec, params = small_run
     finish_save = Checkpoints._finish
 
     def finish_late(checkpoints):
@@ -109,7 +109,7 @@ def test_a_save_that_begins_while_another_is_written_has_hashes_of_its_own(
     monkeypatch.setattr(Checkpoints, "_finish", finish_late)
     scale = params["final_norm"]["scale"]
     by_step = {step: params | {"final_norm": {"scale": step * scale}} for step in (1, 2, 3)}
-    save_checkpoints(tmp_path, config, by_step)
+    save_checkpoints(tmp_path, spec, by_step)
     for step in by_step:
         reader = CheckpointReader(epath.Path(tmp_path) / f"checkpoints/{step}")
         assert same(reader.read(("final_norm", "scale")), step * scale)
@@ -123,35 +123,35 @@ def origin(tmp_path):
 
 
 def test_a_run_that_was_begun_from_another_one_goes_on_from_it(origin, tmp_path):
-    config, folder = origin
-    expected = restore_training(config, tmp_path / "new", folder)
-    assert expected != restore_training(config, tmp_path / "new")
+    spec, folder = origin
+    expected = restore_training(spec, tmp_path / "new", folder)
+    assert expected != restore_training(spec, tmp_path / "new")
     (tmp_path / "new" / INIT_FROM).write_text(str(folder))
-    assert restore_training(config, tmp_path / "new") == expected
-    assert restore_training(config, tmp_path / "new", folder / "../origin") == expected
+    assert restore_training(spec, tmp_path / "new") == expected
+    assert restore_training(spec, tmp_path / "new", folder / "../origin") == expected
     with pytest.raises(UsageError, match=f"--init_from={tmp_path}/other: .*{folder}"):
-        restore_training(config, tmp_path / "new", tmp_path / "other")
+        restore_training(spec, tmp_path / "new", tmp_path / "other")
     shutil.move(folder, tmp_path / "moved")
     with pytest.raises(UsageError, match=f"--workdir={folder}: no run there"):
-        restore_training(config, tmp_path / "new")
+        restore_training(spec, tmp_path / "new")
 
 
 def test_no_weights_are_drawn_for_a_run_that_starts_from_another_one(origin, tmp_path, monkeypatch):
-    config, folder = origin
+    spec, folder = origin
     monkeypatch.setattr(train_lib, "init_state", lambda *_: pytest.fail("draws weights"))
-    assert restore_training(config, tmp_path / "new", folder)[0] == 0
+    assert restore_training(spec, tmp_path / "new", folder)[0] == 0
 
 
 NAMES = ("adamw", "lion", "adafactor", "muon")
 
 
-def save_training(config, folder):
+def save_training(spec, folder):
     """Saves the state that training starts from, as step 10."""
-    prepared = prepare(config, jax.devices())
-    params, opt_state = jax.jit(functools.partial(init_state, config, prepared.optimizer))()
+    prepared = prepare(spec, jax.devices())
+    params, opt_state = jax.jit(functools.partial(init_state, spec, prepared.optimizer))()
     with Checkpoints(folder) as checkpoints:
-        data = train_lib.data_state(config, NO_WINDOWS, 10)
-        identity = {"config": config.to_dict(), "init_hash": "0" * 16}
+        data = train_lib.data_state(spec, NO_WINDOWS, 10)
+        identity = {"config": spec.to_dict(), "init_hash": "0" * 16}
         checkpoints.save(10, params, opt_state, identity, data)
     return hash_arrays(params), hash_arrays(opt_state)
 
@@ -159,21 +159,19 @@ def save_training(config, folder):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_state_of_each_optimizer_is_restored_and_of_no_other(tmp_path, monkeypatch, name):
     """Where the config says the same, as when code is changed, the names and shapes tell."""
-    config = get_config("tiny")
-    config.optimizer.name = name
-    saved = save_training(config, tmp_path)
-    assert restore_training(config, tmp_path) == (10, *saved)
+    spec = resolve(get_config("tiny")).replace({"optimizer.name": name})
+    saved = save_training(spec, tmp_path)
+    assert restore_training(spec, tmp_path) == (10, *saved)
     for other in NAMES:
         if other == name:
             continue
-        changed = config.copy_and_resolve_references()
-        changed.optimizer.name = other
+        changed = spec.replace({"optimizer.name": other})
         with pytest.raises(UsageError, match=f"optimizer.name: {name}, not {other}"):
             restore_training(changed, tmp_path)
         with monkeypatch.context() as patch:
             patch.setattr(step_lib, "make_optimizer", lambda _, c=changed: make_optimizer(c))
             with pytest.raises(UsageError, match=r": opt_state .*\[.*--init_from") as raised:
-                restore_training(config, tmp_path)
+                restore_training(spec, tmp_path)
         assert "damaged" not in str(raised.value) and "\n" not in str(raised.value)
 
 
@@ -262,8 +260,8 @@ def test_a_run_killed_before_its_first_save_starts_from_the_same_parameters(
 @pytest.mark.slow
 def test_a_run_whose_layers_are_in_stacks_goes_on_bit_for_bit(run_command, tmp_path):
     """Gemma 4 E2B, tiny: each layer is also read alone, and verified."""
-    config = f"--config={ROOT}/configs/gemma4_e2b.py:tiny"
-    flags = (config, "--config.num_steps=4", "--config.log_every=1")
+    spec = f"--config={ROOT}/configs/gemma4_e2b.py:tiny"
+    flags = (spec, "--config.num_steps=4", "--config.log_every=1")
     whole = run_command("prope.train", *flags, f"--workdir={tmp_path / 'whole'}")
     cut = (*flags, f"--workdir={tmp_path / 'cut'}")
     run_command("prope.train", *cut, "--stop_at_step=2")

@@ -10,15 +10,16 @@ import sys
 import jax
 import numpy as np
 import pytest
-from prope.runtime.validate import validate
 from support.commands import ROOT, logged
 from support.models import same, small
 from support.runs import NO_WINDOWS, make_run
 from support.text import articles, read_lines, write_lines
 
-from prope.config import LEFT, default_config, from_dict
+from prope.config import LEFT, default_config, spec_from_dict
 from prope.errors import UsageError
 from prope.hf.importer import import_run, set_training
+from prope.spec.data import DataSpec
+from prope.spec.run import Spec
 from prope.step import prepare
 from prope.sweep.grid import read_grids
 from prope.sweep.recovery import compare, recoveries
@@ -26,32 +27,29 @@ from prope.sweep.runs import Run
 from prope.train import start_or_resume
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.run import open_run, read_config
-from prope.workdir.source import config_before, open_source
+from prope.workdir.source import open_source, spec_before
 
 
 def test_a_run_knows_the_encoding_that_it_begins_from(tmp_path):
     """Of every layer; all else is its own."""
     make_run(tmp_path / "run", p=(0.5, 1.0))
-    config = read_config(tmp_path / "run")
-    expected = config.to_dict()
-    config.seed = expected["seed"] = 9
-    config.model.update({"remat": "full", "max_wavelength": 5e5})
-    expected["model"]["remat"] = "full"
-    with config.model.ignore_type():
-        config.model.rope_percentage = 0.25
-    run = open_source(config, tmp_path / "new", str(tmp_path / "run"))
-    assert config_before(config, run).to_dict() == expected
+    begun = read_config(tmp_path / "run")
+    others = {"seed": 9, "model.remat": "full"}
+    encoding = {"model.max_wavelength": 5e5, "model.rope_percentage": 0.25}
+    spec = begun.replace(others | encoding)
+    run = open_source(spec, tmp_path / "new", str(tmp_path / "run"))
+    assert spec_before(spec, run) == begun.replace(others)
 
 
 def test_a_run_that_begins_from_another_has_a_new_optimizer(tmp_path):
     """Its moments are zero, and its learning rate begins anew."""
     source = tmp_path / "run"
     make_run(source, p=0.5)
-    config = read_config(source)
-    prepared = prepare(config, jax.devices())
-    run = open_source(config, tmp_path / "new", str(source))
+    spec = read_config(source)
+    prepared = prepare(spec, jax.devices())
+    run = open_source(spec, tmp_path / "new", str(source))
     with Checkpoints(tmp_path / "new") as checkpoints:
-        state = start_or_resume(config, checkpoints, run, prepared, NO_WINDOWS)
+        state = start_or_resume(spec, checkpoints, run, prepared, NO_WINDOWS)
     assert same(state.params, open_run(source).params())
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))
     assert state.step == 0
@@ -81,19 +79,16 @@ def test_a_conversion_is_evaluated_as_it_was_and_as_it_is(trained, train, tmp_pa
 
 def make_sweep_run(name, values, losses, before=None):
     """A run that has evaluated these losses at steps 0, 10, ..; `before` as it was at step 0."""
-    config = default_config()
-    config.model.update(small().to_dict())
-    config.update({"batch_size": 2, "num_steps": 100})
-    config.data.seq_len = 12
+    spec = Spec(batch_size=2, num_steps=100, model=small(), data=DataSpec(seq_len=12))
     records = [{"step": 10 * number, "loss": loss} for number, loss in enumerate(losses)]
     if before is not None:
         records.append({"step": 0, "loss": before, "encoding": "init_from"})
-    data = {"dataset": config.data.dataset, "seq_len": 12, "max_windows": None, "windows": 5}
+    data = {"dataset": spec.data.dataset, "seq_len": 12, "max_windows": None, "windows": 5}
     return Run(
         name,
         None,
         values,
-        config,
+        spec,
         started=True,
         step=30,
         init_hash=None,
@@ -191,37 +186,34 @@ RATES += [(70 * 10**9, 1e-5)]
 @pytest.mark.parametrize(("parameters", "rate"), RATES)
 @pytest.mark.parametrize(("seq_len", "windows"), [(512, 32), (8192, 2), (131_072, 1)])
 def test_an_import_is_for_fine_tuning(parameters, rate, seq_len, windows):
-    config = default_config()
-    config.data.seq_len = seq_len
-    set_training(config, parameters)
-    validate(config)
-    assert config.optimizer.learning_rate == pytest.approx(rate)
-    assert config.optimizer.final_learning_rate == pytest.approx(rate / 10)
-    assert config.batch_size == windows
+    spec = Spec(data=DataSpec(seq_len=seq_len))
+    spec = set_training(spec, parameters)
+    assert spec.optimizer.learning_rate == pytest.approx(rate)
+    assert spec.optimizer.final_learning_rate == pytest.approx(rate / 10)
+    assert spec.batch_size == windows
 
 
 def test_an_imported_run_has_them(imported):
-    config = read_config(imported)
-    assert config.optimizer.learning_rate == 1e-4
-    assert config.batch_size * config.data.seq_len == 16_384
+    spec = read_config(imported)
+    assert spec.optimizer.learning_rate == 1e-4
+    assert spec.batch_size * spec.data.seq_len == 16_384
 
 
 # --- Fields that have left ------------------------------------------------------------------------
 
-LEFT_NAMES = ("convert.schedule_steps", "convert.distill_weight")
+LEFT_NAMES = tuple(LEFT)
 
 
 @pytest.mark.parametrize("name", LEFT_NAMES)
 def test_a_saved_config_of_a_field_that_left_is_read_if_it_did_without(name):
-    config = default_config()
-    values = config.to_dict()
+    values = Spec().to_dict()
     group, _, key = name.rpartition(".")
     saved = values.setdefault(group, {}) if group else values
     saved[key] = LEFT[name].unused
-    assert from_dict(values) == config
-    saved[key] = LEFT[name].unused + 1
+    assert spec_from_dict(values) == Spec()
+    saved[key] = 1
     with pytest.raises(UsageError) as refused:
-        from_dict(values)
+        spec_from_dict(values)
     check_line(str(refused.value), name)
 
 

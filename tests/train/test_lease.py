@@ -19,9 +19,9 @@ from support.commands import CONFIG, finish, refusal
 from support.runs import save_checkpoints
 from support.text import read_lines, write_lines
 
-from prope.config import default_config
 from prope.errors import RunFailed, Stopped, StorageFailed, UsageError, to_user_error
 from prope.runtime import files
+from prope.spec.run import Spec
 from prope.workdir import lease as lease_lib
 from prope.workdir.lease import Lease
 from prope.workdir.run import open_workdir, read_config, write_config
@@ -319,10 +319,8 @@ STATES = [
 ]
 
 
-def small_config():
-    config = default_config()
-    config.checkpoint_every = 10
-    return config
+def small_spec():
+    return Spec(checkpoint_every=10)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +332,7 @@ def test_records_that_no_checkpoint_explains_are_kept(
     tmp_path, has_config, folder, records, starts
 ):
     if has_config:
-        write_config(epath.Path(tmp_path), small_config())
+        write_config(epath.Path(tmp_path), small_spec())
     if folder:
         (tmp_path / "checkpoints").mkdir()
     if isinstance(folder, str):
@@ -346,7 +344,7 @@ def test_records_that_no_checkpoint_explains_are_kept(
     if not starts:
         outcome = pytest.raises(UsageError, match=f"{tmp_path}: .*step {last}.*; .*move it away")
     for _ in range(2):  # a start that is refused changes nothing for the next
-        with outcome, open_workdir(epath.Path(tmp_path), small_config()):
+        with outcome, open_workdir(epath.Path(tmp_path), small_spec()):
             pass
     if records:
         assert len(read_lines(tmp_path / f"{name}.jsonl")) == 2
@@ -355,10 +353,10 @@ def test_records_that_no_checkpoint_explains_are_kept(
 @pytest.mark.parametrize("ends_by", [None, Stopped("SIGTERM")])
 def test_a_lease_tells_the_next_training_of_the_newest_checkpoint(place, ends_by):
     """So that records up to the first checkpoint are kept where checkpoints/ was emptied since."""
-    write_config(place, small_config())
-    with contextlib.suppress(Stopped), open_workdir(place, small_config()) as lease:
+    write_config(place, small_spec())
+    with contextlib.suppress(Stopped), open_workdir(place, small_spec()) as lease:
         (place / "metrics.jsonl").write_text(json.dumps({"step": 10}))
-        save_checkpoints(place, small_config(), {10: {"a": np.zeros(2)}})
+        save_checkpoints(place, small_spec(), {10: {"a": np.zeros(2)}})
         if ends_by:
             raise ends_by
     assert lease.saved == 10
@@ -367,7 +365,7 @@ def test_a_lease_tells_the_next_training_of_the_newest_checkpoint(place, ends_by
     for _ in range(2):
         with (
             pytest.raises(UsageError, match="has records up to step 10, and no checkpoint"),
-            open_workdir(place, small_config()),
+            open_workdir(place, small_spec()),
         ):
             pass
 
@@ -375,11 +373,11 @@ def test_a_lease_tells_the_next_training_of_the_newest_checkpoint(place, ends_by
 @pytest.mark.parametrize(("last", "starts"), [(10, True), (11, False)])
 def test_records_in_a_bucket_that_no_checkpoint_explains_are_kept(bucket, last, starts):
     place = epath.Path(bucket)
-    write_config(place, small_config())
+    write_config(place, small_spec())
     (place / "metrics.jsonl").write_text(json.dumps({"step": last}))
     outcome = contextlib.nullcontext() if starts else pytest.raises(UsageError, match=bucket)
     for _ in range(2):
-        with outcome, open_workdir(place, small_config()):
+        with outcome, open_workdir(place, small_spec()):
             pass
 
 
@@ -388,15 +386,13 @@ def test_a_run_that_was_begun_while_this_start_waited_is_left_alone(tmp_path, mo
     acquire = Lease.acquire
 
     def wait(self, on_loss):
-        other = default_config()
-        other.seed = 9
-        write_config(workdir, other)
+        write_config(workdir, Spec(seed=9))
         acquire(self, on_loss)
 
     monkeypatch.setattr(Lease, "acquire", wait)
     with (
         pytest.raises(UsageError, match=r"holds a run of another config \(.*seed"),
-        open_workdir(workdir, default_config()),
+        open_workdir(workdir, Spec()),
     ):
         pass
     assert read_config(workdir).seed == 9
@@ -412,7 +408,7 @@ def test_a_folder_that_is_removed_again_does_not_come_back(tmp_path, monkeypatch
         time.sleep(0.2)
 
     monkeypatch.setattr(type(workdir), "rmtree", slow_rmtree)
-    with pytest.raises(UsageError, match="no device"), open_workdir(workdir, default_config()):
+    with pytest.raises(UsageError, match="no device"), open_workdir(workdir, Spec()):
         raise UsageError("no device")
     assert not workdir.exists()
 

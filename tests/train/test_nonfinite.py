@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from support.commands import CONFIG, ROOT, losses
 
-from prope.config import default_config
 from prope.optimizer import learning_rate, make_optimizer
+from prope.spec.model import ModelSpec
+from prope.spec.run import Spec
 from prope.step import init_state, make_train_step
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.hashes import hash_arrays
@@ -28,13 +29,11 @@ def skips(workdir) -> list:
 
 
 def tiny_step():
-    """A training step with config.on_nonfinite=skip: (config, step, first state, batch)."""
-    config = default_config()
-    config.on_nonfinite = "skip"
-    config.num_steps = 200
+    """A training step with config.on_nonfinite=skip: (spec, step, first state, batch)."""
     sizes = dict.fromkeys(("embed_dim", "head_dim", "hidden_dim"), 16)
-    config.model.update(sizes | {"num_layers": 1, "num_heads": 1})
-    optimizer = make_optimizer(config)
+    model = ModelSpec(num_layers=1, num_heads=1, **sizes)
+    spec = Spec(on_nonfinite="skip", num_steps=200, model=model)
+    optimizer = make_optimizer(spec)
     tokens = jax.random.randint(jax.random.key(0), (2, 8), 3, 260)
     batch = {
         "tokens": tokens,
@@ -43,13 +42,13 @@ def tiny_step():
         "positions": jnp.broadcast_to(jnp.arange(8), (2, 8)),
         "weights": jnp.ones((2, 8)),
     }
-    step = jax.jit(make_train_step(config, optimizer))
-    state = jax.jit(functools.partial(init_state, config, optimizer))()
-    return config, step, state, batch
+    step = jax.jit(make_train_step(spec, optimizer))
+    state = jax.jit(functools.partial(init_state, spec, optimizer))()
+    return spec, step, state, batch
 
 
 def test_a_skipped_step_changes_nothing_but_the_schedule():
-    config, step, state, batch = tiny_step()
+    spec, step, state, batch = tiny_step()
     params, opt_state, _ = step(*state, batch)
     bad = batch | {"weights": batch["weights"].at[0, 0].set(jnp.nan)}
     kept_params, kept_state, metrics = step(params, opt_state, bad)
@@ -67,7 +66,7 @@ def test_a_skipped_step_changes_nothing_but_the_schedule():
     # The next update differs from the one without the skip by the rate alone, that of its step.
     plain = update(opt_state)
     later = update(kept_state)
-    rate, later_rate = (float(learning_rate(config)(count)) for count in (1, 2))
+    rate, later_rate = (float(learning_rate(spec)(count)) for count in (1, 2))
     ratio = later_rate / rate
     large = np.abs(plain) > 1e-6
     np.testing.assert_allclose(later[large] / plain[large], ratio, rtol=1e-2)

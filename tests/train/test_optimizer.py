@@ -8,26 +8,23 @@ import numpy as np
 import pytest
 from oracles import adafactor, adamw, lion
 from oracles import learning_rate as expected_rate
-from prope.stack import parameters
 from support.models import ALL_SWITCHES, DENSE4, E4, leaves_by_path, small
 
-from prope.config import default_config
-from prope.optimizer import keep_unless, learning_rate, make_optimizer
+from prope import parameters
+from prope.optimizer import learning_rate, make_optimizer, skip_nonfinite
+from prope.spec.run import OptimizerSpec, Spec
 
 
-def make_config(**fields):
-    """A config of 100 updates; keyword arguments are fields of its optimizer."""
-    config = default_config()
-    config.num_steps = 100
+def make_spec(**fields):
+    """A run of 100 updates; keyword arguments are fields of its optimizer."""
     defaults = {"warmup_steps": 10, "learning_rate": 1e-2, "final_learning_rate": 1e-3}
-    config.optimizer.update(defaults | fields)
-    return config
+    return Spec(num_steps=100, optimizer=OptimizerSpec(**defaults | fields))
 
 
 @pytest.mark.parametrize(("asked", "warmup"), [(0, 0), (10, 10), (100, 10), (2000, 10)])
 def test_the_rate_rises_to_the_peak_and_ends_where_it_should(asked, warmup):
     """In a run that is no longer than its warmup, a tenth of it is."""
-    rate = learning_rate(make_config(warmup_steps=asked))
+    rate = learning_rate(make_spec(warmup_steps=asked))
     for update in (1, 2, 9, 10, 11, 50, 99, 100, 1100):
         expected = expected_rate(update, num_updates=100, warmup=warmup, peak=1e-2, final=1e-3)
         np.testing.assert_allclose(rate(update - 1), expected, rtol=1e-5)
@@ -44,35 +41,35 @@ STACKS = [*((name, DENSE4) for name in NAMES), ("muon", E4), ("adamw", ALL_SWITC
 
 @pytest.mark.parametrize(("name", "fields"), STACKS)
 def test_matrices_of_all_stacks_decay_and_scales_and_biases_do_not(name, fields):
-    config = make_config(warmup_steps=0, weight_decay=0.1, name=name)
+    spec = make_spec(warmup_steps=0, weight_decay=0.1, name=name)
     shapes = parameters.shapes(small(**fields))
     params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.5), shapes)
     zeros = jax.tree.map(jnp.zeros_like, params)
-    optimizer = make_optimizer(config)
+    optimizer = make_optimizer(spec)
 
     @jax.jit
     def update(params):
         updates, _ = optimizer.update(zeros, optimizer.init(params), params)
         return updates
 
-    decayed = -learning_rate(config)(0) * 0.1 * 0.5
+    decayed = -learning_rate(spec)(0) * 0.1 * 0.5
     for path, leaf in leaves_by_path(update(params)).items():
         is_matrix = not path.endswith(("/scale", "/b", "/skip_scale"))
         np.testing.assert_allclose(leaf, decayed * is_matrix, rtol=1e-5, err_msg=path)
 
 
-def compare_updates(config, weights, gradients, rtol, atol):
+def compare_updates(spec, weights, gradients, rtol, atol):
     """Compares each update of weights with the formula; returns the optimizer's last state."""
-    optimizer = make_optimizer(config)
+    optimizer = make_optimizer(spec)
     params = {"linear": jnp.asarray(weights, jnp.float32)}
     state = optimizer.init(params)
-    rate = learning_rate(config)
-    formula = FORMULAS[config.optimizer.name](
+    rate = learning_rate(spec)
+    formula = FORMULAS[spec.optimizer.name](
         weights,
         gradients,
         rates=[float(rate(count)) for count in range(len(gradients))],
-        clip_norm=config.optimizer.clip_norm,
-        weight_decay=config.optimizer.weight_decay,
+        clip_norm=spec.optimizer.clip_norm,
+        weight_decay=spec.optimizer.weight_decay,
     )
     for gradient, expected in zip(gradients, formula, strict=True):
         gradient = {"linear": jnp.asarray(gradient, jnp.float32)}
@@ -85,17 +82,17 @@ def compare_updates(config, weights, gradients, rtol, atol):
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_updates_equal_the_formula(name, decay):
-    config = make_config(warmup_steps=0, weight_decay=decay, clip_norm=1.0, name=name)
+    spec = make_spec(warmup_steps=0, weight_decay=decay, clip_norm=1.0, name=name)
     gradients = np.array([[3.0, -4, 1, 0.5], [0.1, 0.2, 0.3, -0.4], [2, 2, -2, 2]])
-    compare_updates(config, np.array([0.5, -1, 2, 1]), gradients, rtol=1e-4, atol=1e-8)
+    compare_updates(spec, np.array([0.5, -1, 2, 1]), gradients, rtol=1e-4, atol=1e-8)
 
 
 def test_small_updates_are_not_lost_and_moments_have_their_dtypes():
     rate = 6e-4
-    config = make_config(mu_dtype="bfloat16", learning_rate=rate, final_learning_rate=rate)
+    spec = make_spec(mu_dtype="bfloat16", learning_rate=rate, final_learning_rate=rate)
     gradients = np.random.default_rng(0).normal(0.1, 1, (100, 50))
     bound = 4e-4
-    state, expected = compare_updates(config, np.ones(50), gradients, rtol=0, atol=bound)
+    state, expected = compare_updates(spec, np.ones(50), gradients, rtol=0, atol=bound)
     largest = np.abs(expected - 1).max()
     # A change in steps so small that bfloat16 weights would lose each of them.
     assert 50 * bound < largest < 0.1
@@ -111,11 +108,11 @@ def is_adam(node) -> bool:
 
 def muon_updates(gradients, params):
     """What Muon's first step adds to parameters, and its learning rate."""
-    config = make_config(warmup_steps=0, weight_decay=0.0, name="muon", clip_norm=1e9)
-    optimizer = make_optimizer(config)
+    spec = make_spec(warmup_steps=0, weight_decay=0.0, name="muon", clip_norm=1e9)
+    optimizer = make_optimizer(spec)
     state = optimizer.init(params)
     updates, _ = jax.jit(optimizer.update)(gradients, state, params)
-    return updates, learning_rate(config)(0)
+    return updates, learning_rate(spec)(0)
 
 
 def draw_gradients(shapes):
@@ -178,12 +175,12 @@ def test_muon_makes_orthogonal_updates_of_every_matrix_and_adams_of_the_rest(fie
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_that_is_skipped_changes_no_state_but_the_schedule(name):
-    config = make_config(warmup_steps=0, name=name)
-    optimizer = make_optimizer(config)
+    spec = make_spec(warmup_steps=0, name=name)
+    optimizer = make_optimizer(spec)
     params = {"linear": jnp.ones((4, 4))}
     state = optimizer.init(params)
     _, new = jax.jit(optimizer.update)(params, state, params)
-    kept = keep_unless(jnp.array(False), new, state)
+    kept = skip_nonfinite(jnp.array(False), new, state)
     changed = [
         path
         for (path, old), value in zip(

@@ -12,9 +12,9 @@ from support.commands import ROOT
 from support.runs import make_run
 
 from prope import command, sharding
-from prope.config import default_config
 from prope.errors import Stopped, StorageFailed, UsageError
 from prope.runtime import files, processes
+from prope.spec.run import Spec
 from prope.workdir import run
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.reader import CheckpointReader
@@ -247,6 +247,6 @@ def test_only_the_first_process_tries_whether_a_directory_can_be_written(tmp_pat
     monkeypatch.setattr(run, "check_writable", lambda flag, path: tried.append(path))
     for index in (0, 1, 2):
         monkeypatch.setattr(processes, "_index", index)
-        with run.open_workdir(tmp_path, default_config()):
+        with run.open_workdir(tmp_path, Spec()):
             pass
     assert tried == [tmp_path]

@@ -13,10 +13,11 @@ from support.text import hash_files, read_lines
 
 from prope.analysis import analysis
 from prope.errors import UsageError
-from prope.html import drawing
 from prope.inference.asking import AskOptions, answers
 from prope.inference.paired import paired_difference
-from prope.sweep import page, run_page
+from prope.pages import drawing
+from prope.pages.run import report_run
+from prope.pages.sweep import report_sweep
 
 
 @pytest.fixture
@@ -85,13 +86,13 @@ def test_pages_of_a_sweep_go_to_the_output(template, tmp_path, read_only, monkey
     read_only(template)
     before = hash_files(template)
     run = template / "rope_percentage=1,seed=0"
-    for write in (page.report_sweep, run_page.report_run):
+    for write in (report_sweep, report_run):
         with pytest.raises(UsageError, match=r"--workdir=.*: cannot be written; give --output"):
-            write(run if write is run_page.report_run else template)
-    result = page.report_sweep(template, str(tmp_path / "a"))
+            write(run if write is report_run else template)
+    result = report_sweep(template, str(tmp_path / "a"))
     assert result["output"] == str(tmp_path / "a" / "report" / "index.html")
     assert (tmp_path / "a" / "report" / "loss.png").exists()
-    result = run_page.report_run(run, str(tmp_path / "b"))
+    result = report_run(run, str(tmp_path / "b"))
     assert result["output"] == str(tmp_path / "b" / "report" / "index.html")
     assert hash_files(template) == before
 

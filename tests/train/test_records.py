@@ -7,9 +7,9 @@ import pytest
 from etils import epath
 from support.commands import refusal
 
-from prope.config import default_config
 from prope.errors import UsageError
 from prope.runtime.files import append_jsonl, read_json, write_atomic
+from prope.spec.run import Spec
 from prope.workdir.records import evaluations_of_training, find_evaluation, find_pair, read_jsonl
 from prope.workdir.run import open_run, open_workdir, read_config, write_config
 
@@ -49,18 +49,15 @@ def test_two_runs_are_compared_on_windows_that_both_have():
 
 
 def test_other_documents_under_the_same_name_are_not_those_of_training():
-    config = default_config()
+    spec = Spec()
     whole, fewer = record(100, 1.0), record(48, 2.0, max_windows=48)
-    assert evaluations_of_training([whole, fewer, record(300, 3.0, "b")], config, 9) == [
-        whole,
-        fewer,
-    ]
+    assert evaluations_of_training([whole, fewer, record(300, 3.0, "b")], spec, 9) == [whole, fewer]
     limited = record(300, 3.0, "b", max_windows=300)
-    assert evaluations_of_training([limited, whole], config, 9) == [whole]
-    assert evaluations_of_training([whole], config, 8) == []
-    config.eval.max_windows = 48
+    assert evaluations_of_training([limited, whole], spec, 9) == [whole]
+    assert evaluations_of_training([whole], spec, 8) == []
+    spec = spec.replace({"eval.max_windows": 48})
     limited = record(9, 4.0, "b", max_windows=9)
-    assert evaluations_of_training([limited, fewer, whole], config, 9) == [fewer, whole]
+    assert evaluations_of_training([limited, fewer, whole], spec, 9) == [fewer, whole]
 
 
 def test_a_file_is_replaced_completely_or_not_at_all(tmp_path, monkeypatch):
@@ -96,15 +93,15 @@ def test_json_that_cannot_be_read_counts_as_missing_unless_there_is_a_remedy(tmp
 
 @pytest.mark.parametrize("saved_format", [None, 2, 4, "3"])
 def test_a_run_of_another_format_is_refused(tmp_path, saved_format):
-    write_config(tmp_path, default_config())
-    assert read_config(tmp_path) == default_config()
+    write_config(tmp_path, Spec())
+    assert read_config(tmp_path) == Spec()
     path = tmp_path / "config.json"
     values = json.loads(path.read_text())
     assert values.pop("format") == 3
     if saved_format is not None:
         values["format"] = saved_format
     path.write_text(json.dumps(values))
-    for opened in (open_run, lambda place: open_workdir(place, default_config()).__enter__()):
+    for opened in (open_run, lambda place: open_workdir(place, Spec()).__enter__()):
         line = refusal(lambda opened=opened: opened(tmp_path))
         assert line.startswith(f"{path}: format={saved_format or 'none'}: ")
         assert "dfe6f76" in line, "the last commit that reads it"
@@ -120,11 +117,11 @@ def test_a_refused_run_leaves_its_directory_only_where_something_would_be_lost(
     tmp_path, existed, steps, stays
 ):
     path = epath.Path(tmp_path) / "runs" / "a"
-    config = default_config()
+    spec = Spec()
     if existed:
         path.mkdir(parents=True)
-    with pytest.raises(UsageError, match="out of memory"), open_workdir(path, config):
-        write_config(path, config)
+    with pytest.raises(UsageError, match="out of memory"), open_workdir(path, spec):
+        write_config(path, spec)
         (path / "eval").mkdir()
         for step in range(steps):
             append_jsonl(path / "metrics.jsonl", {"step": step + 1})

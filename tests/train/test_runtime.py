@@ -1,6 +1,7 @@
 """Timers, votes and start of a run, with a clock that the test sets; a device's memory."""
 
 import ast
+import contextlib
 import ctypes
 import fcntl
 import importlib
@@ -17,14 +18,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from prope.runtime.session import Session
 from support.commands import ROOT
 from support.heads import make_walk
 from support.runs import evaluate_run, make_run
 from support.text import read_lines
 
-from prope.config import default_config
+from prope.config import resolve
 from prope.data.store import workers
+from prope.errors import Stopped
 from prope.hf import exporter
 from prope.runtime import interrupts, memory, processes, progress, startup, watchdog
 from prope.workdir import metrics
@@ -41,8 +42,8 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def config():
-    return importlib.import_module("configs.quickstart").get_config("tiny")
+def spec():
+    return resolve(importlib.import_module("configs.quickstart").get_config("tiny"))
 
 
 def test_a_save_is_due_after_the_minutes_and_again_after_as_many(clock):
@@ -176,16 +177,16 @@ def test_a_program_on_a_cpu_runs_again_in_the_memory_of_its_last_run():
     assert int(done.stdout) < 1000, done.stderr  # 81 MB are 19,775 pages
 
 
-def test_speed_leaves_out_pauses(clock, tmp_path, config, monkeypatch):
+def test_speed_leaves_out_pauses(clock, tmp_path, spec, monkeypatch):
     """Steps of 10 s, with an evaluation of 1000 s after the second one; 10 GFLOPs a token."""
-    config.log_every = 1
-    tokens = config.batch_size * config.data.seq_len
+    spec = spec.replace({"log_every": 1})
+    tokens = spec.batch_size * spec.data.seq_len
     values = {"loss": np.float32(1), "grad_norm": np.float32(1), "batch_hash": np.uint32(1)}
     stats = {"bytes_in_use": 5, "peak_bytes_in_use": 7}
     device = SimpleNamespace(memory_stats=lambda: stats)
     monkeypatch.setattr(metrics.jax, "local_devices", lambda: [device])
     monkeypatch.setattr(metrics.jax, "device_count", lambda: 2)
-    with metrics.MetricWriter(config, tmp_path, 0, 4, 10e9, 100e9) as writer:
+    with metrics.MetricWriter(spec, tmp_path, 0, 4, 10e9, 100e9) as writer:
         for step in (1, 2, 3, 4):
             clock[0] += 8
             writer.step(step, dict(values))
@@ -229,19 +230,19 @@ def terminal(monkeypatch):
     os.close(reader)
 
 
-def write_steps(config, folder):
+def write_steps(spec, folder):
     """Reports three steps of 12, which took seconds and have all figures."""
     values = {"loss": np.float32(1.2345), "grad_norm": np.float32(1), "batch_hash": np.uint32(1)}
-    config.log_every = 1
-    with metrics.MetricWriter(config, folder, 0, 12, 10e9, 100e9) as writer:
+    spec = spec.replace({"log_every": 1})
+    with metrics.MetricWriter(spec, folder, 0, 12, 10e9, 100e9) as writer:
         for step in (1, 2, 3, 4):
             writer.step(step, dict(values))
 
 
 @pytest.mark.parametrize("columns", [80, 110, 200])
-def test_a_bar_has_a_length_and_the_loss_beside_it(terminal, config, tmp_path, columns):
+def test_a_bar_has_a_length_and_the_loss_beside_it(terminal, spec, tmp_path, columns):
     read = terminal(columns)
-    write_steps(config, tmp_path)
+    write_steps(spec, tmp_path)
     last = read().rstrip().split("\r")[-1]
     assert len(last) <= columns
     before, bar, after = last.split("|")
@@ -253,7 +254,7 @@ def test_a_bar_has_a_length_and_the_loss_beside_it(terminal, config, tmp_path, c
     ("columns", "kind"), [(0, "xterm"), (110, "dumb"), (0, "dumb"), (None, "xterm")]
 )
 def test_where_no_bar_can_be_drawn_there_are_lines(
-    terminal, config, tmp_path, monkeypatch, columns, kind
+    terminal, spec, tmp_path, monkeypatch, columns, kind
 ):
     """A terminal of unknown size, one without a cursor, and a file."""
     if columns is not None:
@@ -261,7 +262,7 @@ def test_where_no_bar_can_be_drawn_there_are_lines(
     monkeypatch.setenv("TERM", kind)
     lines = []
     monkeypatch.setattr(metrics.log, "info", lambda text, *values: lines.append(text % values))
-    write_steps(config, tmp_path)
+    write_steps(spec, tmp_path)
     assert [line[:24] for line in lines] == [f"step {n}/12: loss 1.2345, "[:24] for n in (1, 2, 3)]
     assert isinstance(workers._progress_bar(10, 0), workers._LoggedBar)
 
@@ -277,17 +278,20 @@ def test_a_slow_compilation_is_explained(monkeypatch):
 @pytest.mark.parametrize("request_", interrupts.Request)
 def test_only_a_stop_ends_what_can_wait(monkeypatch, request_):
     """Where a save is due, as where nothing is, an evaluation goes on; any request saves."""
-    session = Session(default_config())
-    monkeypatch.setattr(session.interrupts, "poll", lambda: request_)
-    monkeypatch.setattr(session.interrupts, "request", request_)
-    assert session.poll("step 1") == (request_.name in ("NONE", "SAVE"))
-    assert session.wants_save == (request_.name != "NONE")
+    asked = interrupts.Interrupts()
+    monkeypatch.setattr(asked, "_signalled", request_)
+    asked.poll()
+    assert asked.should_stop == (request_.name not in ("NONE", "SAVE"))
+    assert asked.wants_save == (request_.name != "NONE")
+    expected = pytest.raises(Stopped) if asked.should_stop else contextlib.nullcontext()
+    with expected:
+        asked.stop_if_requested("step 1 is saved")
 
 
-def test_an_evaluation_without_numbers_is_written(tmp_path, config):
+def test_an_evaluation_without_numbers_is_written(tmp_path, spec):
     evaluation = {"fingerprint": "0" * 16, "windows": 1, "loss": None}
     names = ("perplexity", "bits_per_byte", "unigram_bits_per_byte")
-    with metrics.MetricWriter(config, tmp_path, 0, 4, 1e6, None) as writer:
+    with metrics.MetricWriter(spec, tmp_path, 0, 4, 1e6, None) as writer:
         writer.evaluation(4, evaluation | dict.fromkeys(names))
         summary = writer.summary("0" * 16)
     assert [summary[name] for name in ("eval_loss", *names)] == 4 * [None]

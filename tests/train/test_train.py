@@ -108,9 +108,9 @@ def test_evaluation_of_a_uniform_model_is_the_log_of_the_vocabulary(whole, cache
     run = open_run(whole[0])
     params = run.params()
     params["embedder"]["input_embedding"] *= 0
-    windows = Windows(run.config.data, run.config.model.vocab_size, "validation")
-    run.config.eval.update({"batch_size": 512, "max_windows": None})
-    found = LossEvaluation(run.config, windows).evaluate(params, sharding.make_mesh())
+    spec = run.spec.replace({"eval.batch_size": 512, "eval.max_windows": None})
+    windows = Windows(spec.data, spec.model.vocab_size, "validation")
+    found = LossEvaluation(spec, windows).evaluate(params, sharding.make_mesh())
     assert found["tokens"] == windows.store.targets("validation")
     np.testing.assert_allclose(found["loss"], np.log(260), rtol=1e-6)
     size = windows.store.index["validation"]["bytes"]
@@ -173,19 +173,19 @@ STAGE = {
 def test_a_stage_of_training_changes_length_and_encoding(trained, tmp_path, caplog):
     """What differs in model and data is logged; the parameters are those of the earlier stage."""
     with caplog.at_level(logging.INFO, "prope"):
-        config = open_run(trained[0]).config
-        config.update_from_flattened_dict(STAGE | {"num_steps": 30, "batch_size": 4, "seed": 9})
-        step, params, _ = start(config, tmp_path / "a", trained[0])
+        spec = open_run(trained[0]).spec
+        spec = spec.replace(STAGE | {"num_steps": 30, "batch_size": 4, "seed": 9})
+        step, params, _ = start(spec, tmp_path / "a", trained[0])
     assert (step, params) == (0, hash_arrays(open_run(trained[0]).params()))
     assert "model.rope_percentage: 0.75 -> 0.5" in caplog.text
     for name, value in (("num_heads", 4), ("dtype", "bfloat16"), ("attention_softcap", 9.0)):
-        config = open_run(trained[0]).config
-        config.model.max_wavelength = 500_000.0
-        theirs, config.model[name] = config.model[name], value
+        spec = open_run(trained[0]).spec
+        theirs = getattr(spec.model, name)
+        spec = spec.replace({"model.max_wavelength": 500_000.0, f"model.{name}": value})
         with pytest.raises(
             UsageError, match=rf"=\S+: is another model \(model.{name}: {theirs}, not {value}\)$"
         ):
-            start(config, tmp_path / "b", trained[0])
+            start(spec, tmp_path / "b", trained[0])
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ import math
 import numpy as np
 from scipy import stats
 
-from prope.encodings import layer_frequencies
-from prope.html.drawing import (
+from prope.pages.drawing import (
     BORDER,
+    PHONE,
     TEXT,
     Picture,
     arrange,
@@ -21,59 +21,8 @@ from prope.html.drawing import (
     panels,
     show_image,
 )
+from prope.sweep.context import PASSED, answers_by_task, effective_lengths
 from prope.sweep.runs import Run, groups
-from prope.workdir.records import find_evaluations
-
-_PASSED = 0.85  # least share of right answers up to the effective length
-
-
-def answers_by_task(run: Run) -> dict[str, dict[int, dict]]:
-    """Selects the last step's newest records by task and length; in prose a task is another one."""
-    tasks = {}
-    for record in find_evaluations(run.answers, control=None, step=run.step):
-        task = record["task"]
-        if record["form"] == "prose":
-            task += "-in-prose"
-        tasks.setdefault(task, {})[record["seq_len"]] = record
-    return tasks
-
-
-def retrieves(record: dict) -> bool:
-    """Returns whether 85 % are right, and their 95 % interval is above the best guess."""
-    low, _ = record["accuracy_interval"]
-    return record["accuracy"] >= _PASSED and low > record["guess"]
-
-
-def effective_length(trained: int, by_length: dict[int, dict]) -> int | None:
-    """Returns the length up to which a run retrieves, from its training length on.
-
-    None if it does not even retrieve at its training length.
-    """
-    effective = None
-    for length in sorted(by_length):
-        if length < trained:
-            continue
-        if not retrieves(by_length[length]):
-            break
-        effective = length
-    return effective if trained in by_length else None
-
-
-def effective_lengths(runs: list[Run]) -> dict[str, dict[str, str]]:
-    """Lists the effective lengths of every group's runs, by group and task."""
-    tasks = dict.fromkeys(task for run in runs for task in answers_by_task(run))
-    return {
-        name: {task: ", ".join(_length_text(run, task) for run in group) for task in tasks}
-        for name, group in groups(runs).items()
-    }
-
-
-def _length_text(run: Run, task: str) -> str:
-    """Formats a run's effective length; – where it was not asked at its training length."""
-    trained = run.config.data.seq_len
-    by_length = answers_by_task(run).get(task, {})
-    missing = "none" if trained in by_length else "–"
-    return str(effective_length(trained, by_length) or missing)
 
 
 def maps(runs: list[Run]) -> list[Picture]:
@@ -102,7 +51,7 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
         heights = (3, 2) * blocks
         axes = panels(figure, len(by_group), rows=2, wrap=columns, height_ratios=heights)
         for (above, below), (group, runs) in zip(axes.T, by_group.items(), strict=True):
-            trained = runs[0].config.data.seq_len
+            trained = runs[0].spec.data.seq_len
             # Lines are drawn at these distances, with these dashes.
             distances = {trained: "-", _slowest_period(runs[0]): ":"}
             _draw_map(above, list(itertools.chain(*asked[group])), trained, distances, guess)
@@ -112,7 +61,7 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
     warning = "\ncannot show retrieval" if guess == 1 else ""
     lengths = "; ".join(f"{group}: {effective[group][task]}" for group in by_group)
     result = (
-        f"Effective length of each run (–: not asked at the training length), with {_PASSED:.0%} or"
+        f"Effective length of each run (–: not asked at the training length), with {PASSED:.0%} or"
         f" more and the 95 % interval above the best guess: {lengths}."
     )
     caption = (
@@ -124,13 +73,13 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
         f" {max(counts)} prompts a point), and dash-dotted the best guess. {result}"
     )
     alt = f"Right answers to {task} by length and depth. {result}"
-    size = (max(2.4 * columns, 4.8), 0.4 + 5 * blocks)
+    size = (max(2.4 * columns, PHONE), 0.4 + 5 * blocks)
     return Picture(f"task-{task}", f"Task {task}", alt, caption, draw, size)
 
 
 def _slowest_period(run: Run) -> float:
     """Computes the number of tokens in which the slowest pair that rotates comes round."""
-    freqs = np.concatenate(layer_frequencies(run.config.model))
+    freqs = np.concatenate([layer.frequencies for layer in run.spec.model.layers])
     if not freqs.any():
         return math.inf
     return 2 * math.pi / freqs[freqs > 0].min()

@@ -1,27 +1,23 @@
 """Reports on a sweep: its result beside the paper's, what all runs share, where they trained."""
 
-import datetime
-import os
 import pathlib
 from collections.abc import Sequence
 
 from etils import epath
-from ml_collections import ConfigDict
 
-from prope.config import flat
-from prope.encodings import rotated_share
+from prope import parameters
 from prope.errors import RunFailed
-from prope.html import page
-from prope.html.drawing import Picture
-from prope.html.page import number
 from prope.inference.opening import check_folder, results_folder
 from prope.inference.statistics import Difference
-from prope.runtime.files import absolute, is_url
-from prope.stack import parameters
-from prope.sweep import context, interventions
+from prope.pages import interventions, page
+from prope.pages.curves import pictures
+from prope.pages.drawing import Picture
+from prope.pages.page import link_to, number
+from prope.pages.run import duration, origin, training_seconds
+from prope.spec.run import Spec
+from prope.sweep import context
 from prope.sweep.comparisons import Comparison, compare_declared, compare_with_rope, declare
-from prope.sweep.maps import effective_lengths
-from prope.sweep.pictures import pictures
+from prope.sweep.interventions import list_changes
 from prope.sweep.recovery import recoveries
 from prope.sweep.runs import (
     P,
@@ -36,7 +32,6 @@ from prope.sweep.runs import (
     table,
     unfinished_entries,
 )
-from prope.workdir.records import read_jsonl
 
 # Perplexity of Gemma 2B trained on 8192 tokens of Wikipedia and of FlanV2, by rope_type, wavelength
 # and p: Barbero et al. (ICLR 2025), Table 2.
@@ -86,7 +81,7 @@ def report_sweep(
     rows = result_rows(runs, compare_with_rope(runs))
     found = {
         "contrasts": declared,
-        "changes": interventions.changes(runs),
+        "changes": list_changes(runs),
         "lengths": context.rows(runs),
         "recoveries": recoveries(runs),
     }
@@ -153,7 +148,7 @@ def write(
     `found` are more tables of the page, of the names in `_TABLES`.
     """
     report = folder / "report"
-    config = runs[0].config
+    spec = runs[0].spec
     # A run may lack the fields of another grid.
     swept = dict.fromkeys(name for run in runs for name in run.values)
     differing = differing_fields(runs)
@@ -163,13 +158,13 @@ def write(
         drawn,
         title=f"Sweep {directory.resolve().name}",
         lead=lead(rows),
-        config=config,
-        parameters=parameters.count(config.model),
+        spec=spec,
+        parameters=parameters.count(spec.model),
         by_p=all(P in run.values for run in runs),
         rows=rows,
         swept=list(swept),
         windows=sorted({run.evaluation.get("windows") or 0 for run in finished_runs(runs)}),
-        effective_lengths=effective_lengths(runs),
+        effective_lengths=context.effective_lengths(runs),
         left_out=sum(len(run.dropped) for run in runs),
         planned=len(read_entries(directory)),
         unfinished=unfinished_entries(directory, runs),
@@ -181,31 +176,24 @@ def write(
             for run in runs
         ],
         training_time=duration(sum(map(training_seconds, runs))),
-        settings={name: value for name, value in flat(config).items() if name not in differing},
+        settings={name: value for name, value in spec.flat().items() if name not in differing},
         **dict.fromkeys(_TABLES, ()) | found,
     )
 
 
-def link_to(path: epath.Path, folder: epath.Path) -> str | None:
-    """Returns the address of a page in one in `folder`; None if it is not there."""
-    if is_url(path) != is_url(folder) or not path.exists():
-        return None
-    return os.path.relpath(absolute(path), absolute(folder))
-
-
-def paper_result(config: ConfigDict) -> tuple[str, float] | None:
+def paper_result(spec: Spec) -> tuple[str, float] | None:
     """Finds the paper's (dataset, perplexity) for a run on the paper's data, model and length."""
-    fields = flat(config)
-    model = config.model
+    fields = spec.flat()
+    model = spec.model
     encoding = (model.rope_type, model.max_wavelength, model.rope_percentage)
     is_paper_model = all(fields[name] == value for name, value in PAPER_FIELDS.items())
-    if not is_paper_model or config.data.tokenizer == "byte" or encoding not in PAPER:
+    if not is_paper_model or spec.data.tokenizer == "byte" or encoding not in PAPER:
         return None
     wikipedia, flan = PAPER[encoding]
-    if config.data.dataset == "wikipedia/20230601.en":
+    if spec.data.dataset == "wikipedia/20230601.en":
         return "Wikipedia", wikipedia
-    folders = {pathlib.PurePath(source.get("data_dir", "")).name for source in config.data.mixture}
-    if config.data.dataset == "mixture" and folders == FLAN:
+    folders = {pathlib.PurePath(source.get("data_dir", "")).name for source in spec.data.mixture}
+    if spec.data.dataset == "mixture" and folders == FLAN:
         return "FlanV2", flan
     return None
 
@@ -217,18 +205,18 @@ def result_rows(runs: list[Run], comparisons: Sequence[Comparison]) -> list[dict
     by_name = groups(runs)
     lowest = min((row["perplexity"] for row in rows if row["seeds"]), default=None)
     for row, (name, group) in zip(rows, by_name.items(), strict=True):
-        model = group[0].config.model
+        model = group[0].spec.model
         rope = reference(group[0].values, by_name)
         comparison = by_group.get(name, Comparison(name, rope))
         row.update(
             group=name,
             values=group[0].values,
-            pairs=rotated_share(model),
+            pairs=model.rotated_share,
             reference=rope,
             difference=comparison.difference,
             over=comparison.over,
             documents=comparison.documents,
-            paper=paper_result(group[0].config),
+            paper=paper_result(group[0].spec),
             best=bool(row["seeds"]) and row["perplexity"] == lowest and have_same_seeds(rows),
         )
     return rows
@@ -286,8 +274,8 @@ def _close(rows: list[dict], rope: str) -> str:
 
 def differing_fields(runs: list[Run]) -> list[str]:
     """Lists the fields of the config that are not equal in all runs."""
-    configs = [flat(run.config) for run in runs]
-    return [name for name in configs[0] if len({repr(config[name]) for config in configs}) > 1]
+    configs = [run.spec.flat() for run in runs]
+    return [name for name in configs[0] if len({repr(spec[name]) for spec in configs}) > 1]
 
 
 def equality(runs: list[Run]) -> dict:
@@ -307,30 +295,3 @@ def equality(runs: list[Run]) -> dict:
         name for name in differing_fields(runs) if swept.isdisjoint((name, name.rpartition(".")[2]))
     ]
     return {"error": None, "fields": fields} | equal
-
-
-def origin(run: Run) -> dict:
-    """Describes the starts of a run, and how long it trained."""
-    seconds = training_seconds(run)
-    return {
-        "starts": read_jsonl(run.workdir / "starts.jsonl"),
-        "pace": run.metrics[-1]["step"] * run.tokens_per_step / seconds if seconds else None,
-        "training_time": duration(seconds) if seconds else "–",
-    }
-
-
-def training_seconds(run: Run) -> float:
-    """Sums the tokens between logged steps over the logged speed."""
-    seconds = 0.0
-    last_step = 0
-    for record in run.metrics:
-        speed = record.get("tokens_per_second")
-        if speed:
-            seconds += (record["step"] - last_step) * run.tokens_per_step / speed
-        last_step = record["step"]
-    return seconds
-
-
-def duration(seconds: float) -> str:
-    """Formats seconds as hours:minutes:seconds, 0:03:20."""
-    return str(datetime.timedelta(seconds=round(seconds)))

@@ -5,7 +5,7 @@ Axes: t tokens of the window, P pairs.
 
 import numpy as np
 
-from prope.html.drawing import (
+from prope.pages.drawing import (
     BORDER,
     TEXT,
     Picture,
@@ -17,7 +17,7 @@ from prope.html.drawing import (
     show_image,
     styles,
 )
-from prope.html.page import number
+from prope.pages.page import number
 
 SCORES = {
     "diagonal": "itself",

@@ -1,22 +1,21 @@
 """Writes the page of one run: what it is, its losses, all of its evaluations, tasks and speed."""
 
+import datetime
+
 import numpy as np
 from etils import epath
 
-from prope.config import flat
-from prope.encodings import describe, layer_frequencies
+from prope import parameters
 from prope.errors import usage_error
-from prope.html import page
-from prope.html.drawing import Picture, panels, styles
 from prope.inference.opening import check_folder, results_folder
+from prope.pages import interventions, page
+from prope.pages.curves import loss_picture, pictures
+from prope.pages.drawing import Picture, panels, styles
 from prope.runtime.files import absolute
-from prope.stack import parameters
-from prope.stack.layers import layer_windows
-from prope.sweep import interventions
-from prope.sweep.maps import effective_lengths
-from prope.sweep.page import link_to, origin
-from prope.sweep.pictures import loss_picture, pictures
+from prope.sweep.context import effective_lengths
+from prope.sweep.interventions import list_changes
 from prope.sweep.runs import P, Run, read_run
+from prope.workdir.records import read_jsonl
 from prope.workdir.run import read_config
 
 # Records that differ in one of these are rows of their own, sorted by them.
@@ -41,19 +40,18 @@ def report_run(workdir: epath.Path, output: str | None = None) -> dict:
     They are in W/report or, with `output`, in OUTPUT/report. A folder without a run, or with one
     that has no results yet, is a UsageError.
     """
-    config = read_config(workdir)
-    if config is None:
+    spec = read_config(workdir)
+    if spec is None:
         problem = "no run there (no config.json)"
         raise usage_error("--workdir", workdir, problem, "give the --workdir that prope.train had")
-    run = read_run(workdir, {P: config.model.rope_percentage}, config)
+    run = read_run(workdir, {P: spec.model.rope_percentage}, spec)
     if not (run.metrics or run.evaluations or run.answers):
         problem = "a run without metrics, evaluations or answers"
         raise usage_error("--workdir", workdir, problem, "train or evaluate it first")
     folder = results_folder(workdir, workdir, output)
     check_folder(folder, output)
-    changes = interventions.changes([run])
-    drawn = [encoding_picture(run), loss_picture(run), *_curves(run)]
-    drawn = [picture for picture in drawn if picture] + interventions.pictures(changes)
+    drawn = [loss_picture(run), encoding_picture(run), *_curves(run)]
+    drawn = [picture for picture in drawn if picture] + interventions.pictures(list_changes([run]))
     (effective,) = effective_lengths([run]).values()
     path = page.write(
         folder / "report",
@@ -61,14 +59,14 @@ def report_run(workdir: epath.Path, output: str | None = None) -> dict:
         drawn,
         title=f"Run {workdir.resolve().name}",
         run=run,
-        encoding=describe(config.model),
-        parameters=parameters.count(config.model),
+        encoding=spec.model.describe_rotation(),
+        parameters=parameters.count(spec.model),
         evaluations=list_evaluations(run),
         effective=effective,
         origin=origin(run),
         memory=max((one.get("peak_memory_bytes") or 0 for one in run.metrics), default=0),
         links=_links(workdir, folder / "report"),
-        settings=flat(config),
+        settings=spec.flat(),
     )
     printed = {"output": str(path), "runs": [str(workdir)]}
     if effective:
@@ -82,7 +80,7 @@ def list_evaluations(run: Run) -> list[dict]:
     for record in run.evaluations:
         others = ("documents", "perplexity", "bits_per_byte")
         row = dict.fromkeys((*_IDENTITY, *others)) | record
-        row["dataset"] = row["dataset"] or run.config.data.dataset
+        row["dataset"] = row["dataset"] or run.spec.data.dataset
         changed = record.get("changed", {}).items()
         row["changed"] = ", ".join(f"{name}={value}" for name, value in changed)
         key = tuple((row[name] is not None, row[name]) for name in _IDENTITY)  # None is first
@@ -92,10 +90,11 @@ def list_evaluations(run: Run) -> list[dict]:
 
 def encoding_picture(run: Run) -> Picture:
     """Draws the frequencies by pair, a line for each kind of layer."""
-    model = run.config.model
+    model = run.spec.model
     kinds = {}
-    for window, freqs in zip(layer_windows(model), layer_frequencies(model), strict=True):
-        kinds.setdefault((window, freqs.tobytes()), []).append(freqs)
+    for layer in model.layers:
+        same = kinds.setdefault((layer.window, layer.frequencies.tobytes()), [])
+        same.append(layer.frequencies)
     curves = {}
     for (window, _), same in kinds.items():
         seen = f"window {window:,}" if window else "no window"
@@ -103,7 +102,7 @@ def encoding_picture(run: Run) -> Picture:
         rotated = f"{np.count_nonzero(same[0])} pairs rotate"
         curves[f"{count}, {seen}, {rotated}"] = same[0]
 
-    one_turn = 2 * np.pi / run.config.data.seq_len
+    one_turn = 2 * np.pi / run.spec.data.seq_len
 
     def draw(figure) -> None:
         axes = panels(figure, 1)[0, 0]
@@ -135,11 +134,38 @@ def _curves(run: Run) -> list[Picture]:
     return [picture for picture in drawn if picture.name != "loss"]
 
 
+def origin(run: Run) -> dict:
+    """Describes the starts of a run, and how long it trained."""
+    seconds = training_seconds(run)
+    return {
+        "starts": read_jsonl(run.workdir / "starts.jsonl"),
+        "pace": run.metrics[-1]["step"] * run.tokens_per_step / seconds if seconds else None,
+        "training_time": duration(seconds) if seconds else "–",
+    }
+
+
+def training_seconds(run: Run) -> float:
+    """Sums the tokens between logged steps over the logged speed."""
+    seconds = 0.0
+    last_step = 0
+    for record in run.metrics:
+        speed = record.get("tokens_per_second")
+        if speed:
+            seconds += (record["step"] - last_step) * run.tokens_per_step / speed
+        last_step = record["step"]
+    return seconds
+
+
+def duration(seconds: float) -> str:
+    """Formats seconds as hours:minutes:seconds, 0:03:20."""
+    return str(datetime.timedelta(seconds=round(seconds)))
+
+
 def _links(workdir: epath.Path, folder: epath.Path) -> dict[str, str]:
     """Lists pages about the run that are there, by what they are called, relative to its own."""
     pages = {"what its heads do": workdir / "analysis" / "index.html"}
     parent = absolute(workdir).parent
     if (parent / "sweep.json").exists():
         pages["its sweep"] = parent / "report" / "index.html"
-    links = {name: link_to(path, folder) for name, path in pages.items()}
+    links = {name: page.link_to(path, folder) for name, path in pages.items()}
     return {name: link for name, link in links.items() if link}

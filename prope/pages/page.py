@@ -1,7 +1,9 @@
 """Writes HTML pages that hold all they show: readable without a network, in print and aloud."""
 
 import base64
+import itertools
 import math
+import os
 import pathlib
 import re
 
@@ -9,7 +11,8 @@ import jinja2
 from etils import epath
 from markupsafe import Markup
 
-from prope.html.drawing import Picture, escape_invisible
+from prope.pages.drawing import PHONE, Picture, escape_invisible
+from prope.runtime.files import absolute, is_url
 
 _FOLDER = pathlib.Path(__file__).parent
 
@@ -17,7 +20,7 @@ _FOLDER = pathlib.Path(__file__).parent
 def write(folder: epath.Path, template: str, pictures: list[Picture], **data) -> epath.Path:
     """Writes index.html and its pictures as PNG files into a folder; returns the page's path.
 
-    The template of this name in `prope/html/` gets `pictures`, by name, and `data`, both escaped.
+    The template of this name in `prope/pages/` gets `pictures`, by name, and `data`, both escaped.
     """
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {}
@@ -32,9 +35,12 @@ def write(folder: epath.Path, template: str, pictures: list[Picture], **data) ->
         finalize=_finalize,
     )
     environment.filters["number"] = number
-    html = environment.get_template(f"{template}.html.j2").render(pictures=drawn, **data)
+    environment.globals["phone"] = PHONE
+    html = environment.get_template(f"{template}.html.j2").render(
+        pictures=drawn, phone=PHONE, **data
+    )
     output = folder / "index.html"
-    output.write_text(_with_contents(html), encoding="utf-8")
+    output.write_text(_with_columns(_with_contents(html)), encoding="utf-8")
     return output
 
 
@@ -52,11 +58,30 @@ def _with_contents(html: str) -> str:
     return html.replace("<section", contents, 1)
 
 
+def _with_columns(html: str) -> str:
+    """Gives every cell the name of its column, which a phone shows beside it."""
+
+    def name_cells(table: re.Match) -> str:
+        heads = re.findall(r'<th scope="col"[^>]*>(.*?)</th>', table[0])
+        columns = itertools.cycle(re.sub("<.*?>", "", head) for head in heads)
+        cell = '<td|<th scope="row"'
+        return re.sub(cell, lambda start: f'{start[0]} data-column="{next(columns)}"', table[0])
+
+    return re.sub("<table.*?</table>", name_cells, html, flags=re.DOTALL)
+
+
 def _finalize(value):
     """Makes text visible that is not from a template; it is escaped for HTML after that."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return escape_invisible(value)
     return value
+
+
+def link_to(path: epath.Path, folder: epath.Path) -> str | None:
+    """Returns the address of a page in one in `folder`; None if it is not there."""
+    if is_url(path) != is_url(folder) or not path.exists():
+        return None
+    return os.path.relpath(absolute(path), absolute(folder))
 
 
 def number(value: float | None, form: str = ".4f", error: float | None = None) -> str | Markup:

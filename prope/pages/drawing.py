@@ -34,6 +34,7 @@ STYLE = {
     "text.parse_math": False,  # a $ in a name is a $
     "savefig.dpi": 150,
 }
+PHONE = 4.2  # inches; on a page at most so wide, a picture fits a phone's screen
 _MARGIN = 1.4  # inches of a panel that its title, labels and scale take
 
 
@@ -46,7 +47,7 @@ class Picture:
     alt: str
     caption: str
     draw: Callable  # takes a matplotlib Figure
-    size: tuple[float, float] = (9.6, 3.9)
+    size: tuple[float, float] = (PHONE, 3.2)
 
     @property
     def file_name(self) -> str:
@@ -110,14 +111,14 @@ def styles(names: list[str]) -> dict[str, dict]:
 
 
 def line(axes, points: dict, style: dict, label: str | None = None) -> None:
-    """Plots {x: (mean, standard error or None)}, with the errors as a band."""
+    """Plots {x: (mean, error or None)}, with the errors as a band."""
     x = list(points)
     means, errors = zip(*points.values(), strict=True)
     axes.plot(x, means, label=label, markevery=max(len(x) // 8, 1), **style)
-    if None not in errors:
-        low = np.subtract(means, errors)
-        high = np.add(means, errors)
-        axes.fill_between(x, low, high, color=style["color"], alpha=0.18, lw=0)
+    errors = np.array(errors, float)  # nan of None
+    low = means - errors
+    high = means + errors
+    axes.fill_between(x, low, high, color=style["color"], alpha=0.18, lw=0)
 
 
 def show_image(axes, values, power: float = 1, vmin=0, vmax=None, cmap="viridis", **options):
@@ -179,6 +180,17 @@ def draw_heatmap(
 def legend(axes) -> None:
     """Adds a legend below all panels."""
     handles, labels = axes.get_legend_handles_labels()
-    widest_entry = 0.7 + 0.1 * max(map(len, labels))  # inches
-    columns = max(int(axes.figure.get_figwidth() // widest_entry), 1)
+    columns = max(int(axes.figure.get_figwidth() // _widest_entry(labels)), 1)
     axes.figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+
+
+def _widest_entry(labels: list[str]) -> float:
+    """Returns the inches that an entry of a legend takes."""
+    return 0.7 + 0.1 * max(map(len, labels))
+
+
+def stacked_size(rows: int, labels: list[str]) -> tuple[float, float]:
+    """Returns the inches of panels below one another, with a legend; for a phone if it can be."""
+    entry = _widest_entry(labels)
+    width = max(PHONE, entry)
+    return width, 3.2 * rows + 0.2 * math.ceil(len(labels) / (width // entry))

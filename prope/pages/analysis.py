@@ -6,9 +6,8 @@ Axes: L layers, N query heads, K key/value heads, P pairs.
 import numpy as np
 from etils import epath
 
-from prope.analysis.maps import FAST_SHARE, SCORES, channel, heads, longest, maps, name_of
-from prope.html import page
-from prope.html.drawing import (
+from prope.pages import page
+from prope.pages.drawing import (
     TEXT,
     Picture,
     draw_heatmap,
@@ -18,6 +17,7 @@ from prope.html.drawing import (
     show_image,
     styles,
 )
+from prope.pages.heads import FAST_SHARE, SCORES, channel, heads, longest, maps, name_of
 
 KINDS = {kind: f"mostly on {words}" for kind, words in SCORES.items()}
 KINDS |= {"semantic": "semantic", "": "none"}
