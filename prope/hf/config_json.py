@@ -58,8 +58,8 @@ def to_hf(spec: Spec, dtype: str) -> dict:
     rope_of_kind = rope if family.rotates_by_kind else {FULL: rope}
     # Those that are scaled have no share.
     shares = [each.get("partial_rotary_factor", 0) for each in rope_of_kind.values()]
-    has_unrotated = num_rotated_pairs(model.head_dim, min(shares)) < model.head_dim // 2
-    if has_unrotated and model_type != "gemma4_text":  # which transformers 4 does not have
+    is_plain = num_rotated_pairs(model.head_dim, min(shares)) == model.head_dim // 2
+    if not is_plain and model_type != "gemma4_text":  # which transformers 4 does not have
         # It does not know rope_parameters and would rotate every pair; this field it reads, or
         # stops at it.
         values["rope_scaling"] = rope_of_kind[FULL]
@@ -75,12 +75,19 @@ def from_hf(path: epath.Path) -> tuple[Spec, dict]:
     Raises UsageError, with all that is wrong, where the file cannot be read, or describes something
     that this decoder does not compute.
     """
-    values = _text_part(path, read_json(path))
+    values = read_json(path)
+    try:
+        return _read(_text_part(values))
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def _read(values: dict) -> tuple[Spec, dict]:
     model_type = values.get("model_type")
     family = FAMILIES.get(str(model_type))
     if family is None:
         only = " or ".join(map(json.dumps, FAMILIES))
-        raise UsageError(f"{path}: model_type={json.dumps(model_type)}: only {only}")
+        raise UsageError(f"model_type={json.dumps(model_type)}: only {only}")
     values, bad_sizes = fill(family, values)
     problems = changed_fields(family, values) + bad_sizes
     fields = {}
@@ -94,7 +101,7 @@ def from_hf(path: epath.Path) -> tuple[Spec, dict]:
     if problems:
         problems = dict.fromkeys(problems)  # two of them read the kinds of layers
         remedy = "choose a checkpoint without it: prope/hf/README.md says which are imported"
-        raise UsageError(f"{path}: {'; '.join(problems)}; {remedy}")
+        raise UsageError(f"{'; '.join(problems)}; {remedy}")
     dtype = values.get("dtype", values.get("torch_dtype"))
     fields["dtype"] = "bfloat16" if dtype == "bfloat16" else "float32"
     plain = Spec()
@@ -102,13 +109,10 @@ def from_hf(path: epath.Path) -> tuple[Spec, dict]:
     batch_size = max(1, plain.eval.batch_size * plain.data.seq_len // seq_len)
     fields = {f"model.{name}": value for name, value in fields.items()}
     fields |= {"data.seq_len": seq_len, "eval.batch_size": batch_size}
-    try:
-        return plain.replace(fields), values
-    except (TypeError, UsageError) as error:
-        raise UsageError(f"{path}: {error}") from None
+    return plain.replace(fields), values
 
 
-def _text_part(path: epath.Path, values: dict) -> dict:
+def _text_part(values: dict) -> dict:
     """Returns the fields of the text, in a file of a model that reads images too."""
     text_type = f"{values.get('model_type')}_text"  # such as gemma3_text
     if text_type not in FAMILIES:
@@ -116,7 +120,7 @@ def _text_part(path: epath.Path, values: dict) -> dict:
     text = values.get("text_config")
     if not isinstance(text, dict) or text.get("model_type", text_type) != text_type:
         problem = f"must be the fields of a {text_type}"
-        raise UsageError(f"{path}: text_config={json.dumps(text)}: {problem}")
+        raise usage_error("text_config", json.dumps(text), problem)
     # A tuned model stops at more ids than its text part names: the outer ones are used.
     outer = {name: values[name] for name in _TOKEN_IDS if values.get(name) is not None}
     return values | {"model_type": text_type} | text | outer

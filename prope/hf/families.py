@@ -102,7 +102,7 @@ FIELDS = {name: (ours, _SIZE) for name, ours in SIZES.items()} | {
 # By activation of a ModelSpec.
 ACTIVATIONS = {"gelu": "gelu_pytorch_tanh", "silu": "silu"}
 _ACTIVATION = ("hidden_act", "hidden_activation")  # of which a class reads one
-# Fields of a ModelSpec that a class has or has not; its row names those that are others.
+# Fields of a ModelSpec that a class fixes, where its row does not name them.
 _FIXED = {
     "scale_embedding": False,
     "post_norms": False,
@@ -126,14 +126,17 @@ _MUST_BE_UNSET = re.compile(
 )
 
 
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
 class Family(NamedTuple):
     """A class of transformers for causal language models."""
 
     hf_class: str
-    # The fields of config.json that it reads, each with the value where a file has none. Null is
+    # The fields of config.json that it reads, each with its value where a file has none. None is
     # num_attention_heads for num_key_value_heads, and for head_dim hidden_size over these.
     defaults: dict[str, Any]
-    fixed: dict[str, Any]  # fields of a ModelSpec
+    fixed: Mapping[str, Any] = _NONE  # fields of a ModelSpec that no file changes
     # Whether a layer has a window, by the fields of a file and its number, where layer_types does
     # not say.
     slides: Callable[[dict, int], bool] = lambda values, number: False
@@ -141,7 +144,7 @@ class Family(NamedTuple):
     needs_window: bool = False  # even where no layer slides
     needs_divisor: bool = False  # num_attention_heads has to divide hidden_size
     adds_one: bool = False  # norms multiply by 1 + w, as prope's do; otherwise by w
-    names: Mapping[str, tuple[str, ...]] = MappingProxyType({})  # by parameter: other tensors
+    names: Mapping[str, tuple[str, ...]] = _NONE  # by parameter: other tensors
 
     @property
     def rotates_by_kind(self) -> bool:
@@ -290,7 +293,7 @@ FAMILIES = {
             "use_bidirectional_attention": "vision",
         },
     ),
-    "llama": Family("LlamaForCausalLM", _LLAMA, {}, needs_divisor=True),
+    "llama": Family("LlamaForCausalLM", _LLAMA, needs_divisor=True),
     "qwen2": Family("Qwen2ForCausalLM", _QWEN, {"qkv_bias": True}, _slides_in_qwen),
     "qwen3": Family(
         "Qwen3ForCausalLM", _QWEN | {"head_dim": 128}, {"use_qk_norm": True}, _slides_in_qwen
@@ -304,7 +307,6 @@ FAMILIES = {
             "max_position_embeddings": 131072,
             "sliding_window": 4096,
         },
-        {},
         slides=lambda values, number: values["sliding_window"] is not None,
     ),
     "smollm3": Family(
@@ -325,7 +327,6 @@ FAMILIES = {
             "no_rope_layers": None,
             "no_rope_layer_interval": 4,
         },
-        {},
         slides=lambda values, number: _has_window(values) and not rotated_layers(values)[number],
     ),
 }

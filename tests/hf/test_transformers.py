@@ -502,7 +502,7 @@ def test_logits_are_those_of_transformers(imported, name):
 @slow
 @pytest.mark.parametrize("name", ["dense4", "e4"])
 def test_gradients_are_those_of_transformers(libraries, imported, name):
-    """Of a loss, for every tensor: keys and values that layers share have the sum of all."""
+    """For every tensor: keys and values that layers share have the sum of all layers."""
     _, torch = libraries
     oracle = imported(name)
     theirs = load(libraries, oracle.folder / "hf", attn_implementation="eager")
@@ -874,7 +874,7 @@ def share_first_keys():
 @slow
 @pytest.mark.parametrize("name", ORACLES)
 def test_each_single_change_is_seen(imported, name):
-    """Of the reference in NumPy, which computes what transformers does without them."""
+    """Changes the reference in NumPy, which without them computes what transformers does."""
     oracle = imported(name)
     far = functools.partial(reference_distance, expected=oracle.logits)
     distances = {}
