@@ -26,15 +26,23 @@ class Left(NamedTuple):
     """A config field that this version no longer has."""
 
     unused: Any  # its value in the configs of runs that did without it: these are still read
+    since: str
+    commit: str  # the last one that has it
     remedy: str
 
 
+_CONVERT = ("2026-11-27", "dfe6f76")
+_TEST = ("2026-11-28", "4c75386")
 _AT_TEST = "to train with windows, give layer_types and sliding_window; prope.evaluate has --window"
 LEFT = {
-    "convert.schedule_steps": Left(0, "--init_from with another encoding stops all pairs at once"),
-    "convert.distill_weight": Left(0.0, "--init_from with another encoding trains on text alone"),
-    "model.test_window": Left(None, _AT_TEST),
-    "model.test_sinks": Left(0, _AT_TEST),
+    "convert.schedule_steps": Left(
+        0, *_CONVERT, "--init_from with another encoding stops all pairs at once"
+    ),
+    "convert.distill_weight": Left(
+        0.0, *_CONVERT, "--init_from with another encoding trains on text alone"
+    ),
+    "model.test_window": Left(None, *_TEST, _AT_TEST),
+    "model.test_sinks": Left(0, *_TEST, _AT_TEST),
 }
 
 
@@ -42,7 +50,7 @@ def describe_left(name: str) -> str | None:
     """Says since when there is no field, or group of fields, of this name; None: never was one."""
     for field, left in LEFT.items():
         if name in (field, *field.split(".")):
-            since = "left on 2026-11-27; the last commit that has it is dfe6f76"
+            since = f"left on {left.since}; the last commit that has it is {left.commit}"
             return f"{since}; {left.remedy}"
     return None
 

@@ -504,7 +504,8 @@ def name_hostile(sweep) -> None:
     edit_values(sweep, lambda values: values.update(note=HOSTILE))
     for path in sweep.glob("*/config.json"):
         config = json.loads(path.read_text())
-        config["data"] |= {"dataset": HOSTILE, "tokenizer": HOSTILE, "template": HOSTILE}
+        texts = {"dataset": HOSTILE, "tokenizer": HOSTILE, "template": HOSTILE}
+        config["data"] |= texts | {"data_dir": "text"}
         path.write_text(json.dumps(config))
         shutil.rmtree(path.parent / "checkpoints")
     for path in sweep.glob("*/eval.jsonl"):
@@ -576,7 +577,7 @@ SLIDING = {"model.layer_types": ("sliding_attention",), "model.sliding_window": 
         ("wiki", {"model.num_layers": 6}, None),
         ("wiki", SLIDING, None),
         ("wiki", {"data.tokenizer": "byte"}, None),
-        ("wiki", {"data.dataset": "mixture"}, None),
+        ("wiki", {"data.dataset": "mixture", "data.mixture": (T0,)}, None),
         ("flan", {"model.rope_type": "reversed"}, ("FlanV2", 6.4683)),
         ("flan", {"data.mixture": (T0,)}, None),
     ],

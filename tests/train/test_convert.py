@@ -221,7 +221,7 @@ def check_line(line: str, name: str):
     """Asserts that one line names the field, and the last commit that has it."""
     assert "\n" not in line
     assert name in line
-    assert "dfe6f76" in line
+    assert LEFT[name].commit in line
 
 
 @pytest.mark.parametrize("name", LEFT_NAMES)
