@@ -39,7 +39,8 @@ from prope.kernels.softcap import softcap
 from prope.rope import rotate
 from prope.scan import scan_layers
 from prope.sharding import all_gather_param, constrain, context_size, embedding_lookup
-from prope.spec.model import Layer, ModelSpec
+from prope.spec.layers import Layer
+from prope.spec.model import ModelSpec
 
 PRNG = "threefry2x32"  # the kind of every random key, whatever JAX's default is
 Params = dict[str, Any]

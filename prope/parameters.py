@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from prope.spec.model import STACKS, ModelSpec
+from prope.spec.kinds import STACKS
+from prope.spec.model import ModelSpec
 
 
 class Parameter(NamedTuple):

@@ -20,7 +20,8 @@ from prope.kernels.choice import matmul_precision
 from prope.loss import weighted_loss
 from prope.optimizer import make_optimizer, skip_nonfinite
 from prope.sharding import hash_batch
-from prope.spec.model import FULL, SLIDING, Layer
+from prope.spec.kinds import FULL, SLIDING
+from prope.spec.layers import Layer
 from prope.spec.run import Spec
 
 ASYNC_FUSION = "xla_tpu_enable_async_collective_fusion"  # libtpu's flag

@@ -19,7 +19,7 @@ from prope.model import Captured
 from prope.pages import analysis as page
 from prope.runtime import processes
 from prope.runtime.files import write_atomic
-from prope.spec.model import Layer
+from prope.spec.layers import Layer
 from prope.workdir.checkpoints import list_steps
 from prope.workdir.run import Run, find_runs, open_run
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from prope.analysis.channels import strengths
 from prope.analysis.measures import FROM, Measures, Scoring, View
-from prope.spec.model import Layer
+from prope.spec.layers import Layer
 
 MOSTLY = 0.5  # share of the weight at which a head is named by where it attends
 SHARP = 0.5  # share of the largest entropy below which a head is named semantic

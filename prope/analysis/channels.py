@@ -19,7 +19,7 @@ from prope.inference.statistics import average_seeds
 from prope.model import Captured, rotate_qkv
 from prope.rope import rotate
 from prope.sharding import constrain
-from prope.spec.model import Layer
+from prope.spec.layers import Layer
 
 
 def strengths(measures: Measures, scoring: Scoring) -> np.ndarray:

@@ -21,7 +21,7 @@ from prope.hf.families import (
 from prope.hf.rotation import read_rotation, write_rotations
 from prope.rope import num_rotated_pairs
 from prope.runtime import files
-from prope.spec.model import FULL
+from prope.spec.kinds import FULL
 from prope.spec.run import Spec
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id")

@@ -17,7 +17,8 @@ import numpy as np
 
 from prope import encodings
 from prope.errors import UsageError, usage_error
-from prope.spec.model import FULL, LAYER_TYPES, SLIDING, ModelSpec, repeat_pattern
+from prope.spec.kinds import FULL, LAYER_TYPES, SLIDING, repeat_pattern
+from prope.spec.model import ModelSpec
 
 # --- Values of config.json ------------------------------------------------------------------------
 

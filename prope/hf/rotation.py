@@ -17,7 +17,9 @@ from prope.hf.families import (
     wrong,
 )
 from prope.rope import frequencies, num_rotated_pairs
-from prope.spec.model import FULL, LAYER_TYPES, SLIDING, Layer, ModelSpec
+from prope.spec.kinds import FULL, LAYER_TYPES, SLIDING
+from prope.spec.layers import Layer
+from prope.spec.model import ModelSpec
 
 # By rope_type of transformers, for those that scale every pair: its fields, and those of ModelSpec.
 _HF_NAMES = {

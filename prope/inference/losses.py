@@ -37,7 +37,8 @@ from prope.loss import token_losses
 from prope.runtime import processes, watchdog
 from prope.runtime.memory import check_memory
 from prope.spec.data import DataSpec, is_generated, override_dataset
-from prope.spec.model import FULL, ModelSpec
+from prope.spec.kinds import FULL
+from prope.spec.model import ModelSpec
 from prope.spec.run import Spec
 from prope.step import batch_hidden
 from prope.workdir.run import Run

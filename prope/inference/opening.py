@@ -21,7 +21,9 @@ from prope.inference.paired import sums_folder
 from prope.runtime import processes
 from prope.runtime.environment import advise_dtype
 from prope.runtime.files import append_jsonl, as_path, check_writable, is_url
-from prope.spec.model import FULL, ModelSpec, parse_band
+from prope.spec.kinds import FULL
+from prope.spec.layers import parse_band
+from prope.spec.model import ModelSpec
 from prope.spec.run import Spec
 from prope.workdir.checkpoints import list_steps
 from prope.workdir.records import find_evaluation, read_jsonl

@@ -12,12 +12,7 @@ Axes: H head_dim, K key/value heads, F hidden_dim, L layers, P = H / 2 rotation 
 
 import dataclasses
 import functools
-import itertools
 import re
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
 
 from prope.errors import UsageError, nearest, usage_error
 from prope.spec.fields import (
@@ -30,18 +25,12 @@ from prope.spec.fields import (
     rule,
     setting,
 )
+from prope.spec.kinds import ATTENTION_SUFFIX, LAYER_TYPES, SLIDING, repeat_pattern
 
-SLIDING = "sliding_attention"
-FULL = "full_attention"
-LAYER_TYPES = (SLIDING, FULL)
 DTYPES = ("float32", "bfloat16")
 REMAT = ("none", "minimal", "save_qkv", "full")
 ACTIVATIONS = ("gelu", "silu")
 ATTENTION = ("auto", "xla", "splash", "cudnn")
-_ATTENTION = "_attention"  # ends the name of a kind
-_SHARING = "_shared_kv"  # ends the name of a stack whose layers have no keys and values
-# Names of stacks, where there are several.
-STACKS = (*LAYER_TYPES, *(f"{kind}{_SHARING}" for kind in LAYER_TYPES))
 
 _EVEN = rule(lambda x: x % 2 == 0, "must be even: RoPE rotates pairs of lanes")
 _FRACTION = rule(
@@ -56,48 +45,6 @@ def _known_layers(value):
             remedy = f"give a pattern such as {','.join(LAYER_TYPES)}"
             return f"there is no {kind}{nearest(str(kind), LAYER_TYPES)}; {remedy}"
     return None
-
-
-def repeat_pattern(layer_types: Sequence[str], num_layers: int) -> list[str]:
-    """Returns the kind of every layer, [L]; an empty pattern is of full attention."""
-    pattern = tuple(layer_types) or (FULL,)
-    return list(itertools.islice(itertools.cycle(pattern), num_layers))
-
-
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """One layer. Layers are equal that are compiled alike, whatever their place and rotation."""
-
-    kind: str  # of LAYER_TYPES
-    window: int | None  # keys that a query sees, its own included; None: all before
-    sinks: int  # with a window: first keys of the sequence that it also sees
-    head_dim: int
-    num_kv_heads: int
-    hidden_dim: int
-    key_is_value: bool  # values are the keys, before norm and rotation
-    shares_kv: bool  # takes the keys and values of an earlier layer of its kind
-    attention: str  # implementation, of ATTENTION
-    number: int = dataclasses.field(compare=False)
-    stack: str = dataclasses.field(compare=False)  # of its parameters; "" where there is one
-    row: int = dataclasses.field(compare=False)  # in the stack
-    kv_source: int = dataclasses.field(compare=False)  # the layer whose keys and values it uses
-    cache_index: int = dataclasses.field(compare=False)  # of those in the cache of its kind
-    rope_percentage: float = dataclasses.field(compare=False)
-    max_wavelength: float = dataclasses.field(compare=False)  # before any scaling
-    # Radians per token of every pair, float64 [P], and whether a pair adds nothing to scores.
-    frequencies: np.ndarray = dataclasses.field(compare=False)
-    removed: np.ndarray = dataclasses.field(compare=False)  # bool [P]
-    logit_scale: float = 1.0  # factor on the scores
-
-    @property
-    def is_local(self) -> bool:
-        """Whether it has a window."""
-        return self.kind == SLIDING
-
-    @property
-    def num_rotated(self) -> int:
-        """How many pairs rotate."""
-        return int(np.count_nonzero(self.frequencies))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,16 +213,18 @@ class ModelSpec:
         return repeat_pattern(self.layer_types, self.num_layers)
 
     @property
-    def layers(self) -> "tuple[Layer, ...]":
+    def layers(self):
         """All layers, [L]."""
         return self.layers_at(None)
 
-    def layers_at(self, seq_len: int | None) -> "tuple[Layer, ...]":
+    def layers_at(self, seq_len: int | None):
         """Returns the layers for sequences of this length, by which `dynamic` scales them.
 
         None stands for original_seq_len.
         """
-        return _build_layers(self, seq_len if self.rope_scaling_type == "dynamic" else None)
+        from prope.spec.layers import build_layers  # imports JAX, which --help does not wait for
+
+        return build_layers(self, seq_len if self.rope_scaling_type == "dynamic" else None)
 
     @functools.cached_property
     def stacks(self) -> dict[str, list[int]]:
@@ -298,7 +247,7 @@ class ModelSpec:
         numbers = list(range(self.num_layers))
         if which is None:
             return numbers
-        found = [number for number in numbers if self.kinds[number] == which + _ATTENTION]
+        found = [number for number in numbers if self.kinds[number] == which + ATTENTION_SUFFIX]
         interval = re.fullmatch(r"(\d+)(?:-(\d+))?", which)
         if interval:
             first = int(interval[1])
@@ -306,7 +255,7 @@ class ModelSpec:
             found = numbers[first : last + 1] if last < len(numbers) else []
         if not found:
             present = " and ".join(
-                kind.removesuffix(_ATTENTION) for kind in dict.fromkeys(self.kinds)
+                kind.removesuffix(ATTENTION_SUFFIX) for kind in dict.fromkeys(self.kinds)
             )
             raise ValueError(
                 f"there are no layers {which!r}, only 0 to {numbers[-1]}, all {present}"
@@ -389,7 +338,8 @@ class ModelSpec:
 
     def _check_encoding(self) -> None:
         """Checks the fields of the encoding, and that its frequencies can be computed."""
-        from prope import encodings  # imports JAX, which --help does not wait for
+        from prope import encodings
+        from prope.spec import layers
 
         for field, kinds in encodings.CHOICES.items():
             kind = getattr(self, field)
@@ -401,7 +351,11 @@ class ModelSpec:
             problem = f"needs a wavelength, which rope_type={self.rope_type} has not"
             self._refuse("rope_scaling_type", problem)
         if self.rope_scaling_type in encodings.INTERVENTIONS:
-            self._check_bands()
+            try:
+                layers.check_bands(self)
+            except ValueError as error:
+                problem, _, remedy = str(error).partition("; ")
+                self._refuse("scaled_pairs", problem, remedy)
         try:  # a ValueError begins with the field
             _ = self.layers
         except ValueError as error:
@@ -433,178 +387,3 @@ class ModelSpec:
             if is_set and name not in allowed:
                 takes = ", ".join(sorted(allowed))
                 self._refuse(name, f"has no effect with {', '.join(chosen)}; it takes {takes}")
-
-    def _check_bands(self) -> None:
-        try:
-            masks = pairs_in_bands(self)
-        except ValueError as error:
-            problem = f"must be the first and the last of a band, or bands with layers: {error}"
-            self._refuse("scaled_pairs", problem, "give such as (0, 3) or ('0-3@full',)")
-        sources = _key_value_sources(self)
-        for number, source in enumerate(sources):
-            if not np.array_equal(masks[number], masks[source]):
-                problem = f"layer {number} takes the keys of layer {source}, which rotate once"
-                remedy = "give the same band to both, as @full and @sliding do"
-                self._refuse("scaled_pairs", problem, remedy)
-
-
-# --- Layers ---------------------------------------------------------------------------------------
-
-
-def _head_dim(model: ModelSpec, kind: str) -> int:
-    return model.head_dim if kind == SLIDING else model.global_head_dim or model.head_dim
-
-
-def _key_value_sources(model: ModelSpec) -> list[int]:
-    """Returns which layer's keys and values every layer uses, [L]: its own, or an earlier one's."""
-    last_of_kind = {}
-    sources = []
-    for number, kind in enumerate(model.kinds):
-        if number < model.first_sharing_layer:
-            last_of_kind[kind] = number
-        sources.append(last_of_kind[kind])
-    return sources
-
-
-@functools.lru_cache(256)
-def _build_layers(model: ModelSpec, seq_len: int | None) -> tuple[Layer, ...]:
-    """Builds every layer; those of a kind that have the same parameters' shapes are stacked.
-
-    Raises ValueError, which begins with a field's name, where a frequency cannot be computed.
-    """
-    rotations = _rotations(model, seq_len)
-    sources = _key_value_sources(model)
-    layers = []
-    for number, kind in enumerate(model.kinds):
-        is_full = kind == FULL
-        shares_kv = number >= model.first_sharing_layer
-        is_wide = shares_kv and model.use_double_wide_mlp
-        source = sources[number]
-        layer = Layer(
-            kind=kind,
-            window=model.test_window if is_full else model.sliding_window,
-            sinks=model.test_sinks if is_full else 0,
-            head_dim=_head_dim(model, kind),
-            num_kv_heads=(is_full and model.num_global_kv_heads) or model.num_kv_heads,
-            hidden_dim=model.hidden_dim * (2 if is_wide else 1),
-            key_is_value=is_full and model.global_key_is_value,
-            shares_kv=shares_kv,
-            attention=(is_full and model.global_attention) or model.attention,
-            number=number,
-            stack="",
-            row=number,
-            kv_source=source,
-            cache_index=model.kinds[:source].count(kind),
-            **rotations[number]._asdict(),
-        )
-        layers.append(layer)
-    shapes = {
-        (x.head_dim, x.num_kv_heads, x.hidden_dim, x.key_is_value, x.shares_kv) for x in layers
-    }
-    if len(shapes) == 1:
-        return tuple(layers)
-    stacks = [layer.kind + (_SHARING if layer.shares_kv else "") for layer in layers]
-    return tuple(
-        dataclasses.replace(layer, stack=stack, row=stacks[: layer.number].count(stack))
-        for layer, stack in zip(layers, stacks, strict=True)
-    )
-
-
-class _Rotation(NamedTuple):
-    """What `Layer` has of these names."""
-
-    rope_percentage: float
-    max_wavelength: float
-    frequencies: np.ndarray
-    removed: np.ndarray
-    logit_scale: float
-
-
-def _rotations(model: ModelSpec, seq_len: int | None) -> list[_Rotation]:
-    """Computes how every layer rotates, [L]."""
-    from prope.encodings import layer_frequencies, logit_scale
-
-    p = model.rope_percentage
-    percentages = p if isinstance(p, tuple) else (p,) * model.num_layers
-    compute = functools.cache(functools.partial(layer_frequencies, model, seq_len))
-    bands = [np.zeros(_head_dim(model, kind) // 2, bool) for kind in model.kinds]
-    none = bands
-    if model.scaled_pairs:
-        bands = pairs_in_bands(model)
-    slower = {"stop": np.inf, "interpolate": model.rope_scaling_factor}.get(
-        model.rope_scaling_type, 1.0
-    )
-    rotations = []
-    for number, kind in enumerate(model.kinds):
-        is_local = kind == SLIDING
-        wavelength = model.max_wavelength
-        p = percentages[number]
-        if is_local and model.local_max_wavelength is not None:
-            wavelength = model.local_max_wavelength
-        if is_local and model.local_rope_percentage is not None:
-            p = model.local_rope_percentage
-        freqs = compute(_head_dim(model, kind), p, wavelength, is_local)
-        if slower != 1.0:
-            freqs = np.where(bands[number], freqs / slower, freqs)
-        removed = bands[number] if model.rope_scaling_type == "remove" else none[number]
-        rotations.append(_Rotation(p, wavelength, freqs, removed, 1.0))
-    full = [r for r, kind in zip(rotations, model.kinds, strict=True) if kind == FULL]
-    some_rotate = any(r.frequencies.any() for r in full)
-    return [
-        r._replace(logit_scale=logit_scale(model, r.frequencies.any() or not some_rotate))
-        if kind == FULL
-        else r
-        for r, kind in zip(rotations, model.kinds, strict=True)
-    ]
-
-
-# --- Bands of pairs -------------------------------------------------------------------------------
-
-
-class Band(NamedTuple):
-    """A band of pairs, from first to last, in some layers."""
-
-    first: int
-    last: int
-    place: str | None  # of the layers, as `select_layers` takes it; None: all
-    layers: list[int]
-    num_pairs: int  # that a head of these layers has, at most
-
-    def __str__(self):
-        pairs = f"{self.first}-{self.last}"
-        return pairs if self.place is None else f"{pairs}@{self.place}"
-
-
-def parse_band(model: ModelSpec, text: str) -> Band:
-    """Parses pairs, and perhaps layers: 3, 16-19, 64-127@full, 8-15@3 or 8-15@0-5.
-
-    Raises ValueError where there are no such pairs in these layers, or no such layers.
-    """
-    pairs, _, place = text.partition("@")
-    numbers = model.select_layers(place if "@" in text else None)
-    if len(numbers) == model.num_layers:
-        place = ""
-    num_pairs = max(_head_dim(model, model.kinds[number]) for number in numbers) // 2
-    interval = re.fullmatch(r"(\d+)(?:-(\d+))?", pairs)
-    first = int(interval[1]) if interval else 0
-    last = int(interval[2] or first) if interval else -1
-    if not first <= last < num_pairs:
-        raise ValueError(f"{text!r} is not a band of pairs 0 to {num_pairs - 1}")
-    return Band(first, last, place or None, numbers, num_pairs)
-
-
-def pairs_in_bands(model: ModelSpec) -> list[np.ndarray]:
-    """Returns for every pair of every layer whether `scaled_pairs` has it, bool [L][P].
-
-    Raises ValueError where these are no bands of the model.
-    """
-    masks = [np.zeros(_head_dim(model, kind) // 2, bool) for kind in model.kinds]
-    bands: Sequence[Any] = tuple(model.scaled_pairs)
-    if not bands or not isinstance(bands[0], str):
-        missing = ("",) * (2 - len(bands))
-        bands = ["-".join(map(str, bands + missing))]
-    for text in map(str, bands):
-        band = parse_band(model, text)
-        for number in band.layers:
-            masks[number][band.first : band.last + 1] = True
-    return masks

@@ -18,7 +18,8 @@ from prope.hf.families import ACTIVATIONS, FAMILIES, MODEL_FIELDS, choose_family
 from prope.hf.layout import list_tensors
 from prope.hf.rotation import write_rotations
 from prope.parameters import count
-from prope.spec.model import FULL, SLIDING, ModelSpec
+from prope.spec.kinds import FULL, SLIDING
+from prope.spec.model import ModelSpec
 from prope.spec.run import Spec
 
 

@@ -498,13 +498,15 @@ def test_the_page_asks_for_nothing_and_can_be_read_aloud(reported):
 HOSTILE = "<script>alert(1)</script> \"q\" 'q' & $\\frac$ {x} \0\x1b[31m\u202e\ud800"
 SHOWN = "<script>alert(1)</script> \"q\" 'q' & $\\frac$ {x} \\x00\\x1b[31m\\u202e\\ud800"
 
+VISIBLE = "".join(filter(str.isprintable, HOSTILE))  # as a path has to be
+
 
 def name_hostile(sweep) -> None:
     """Gives a hostile name to everything that the page and its pictures name."""
     edit_values(sweep, lambda values: values.update(note=HOSTILE))
     for path in sweep.glob("*/config.json"):
         config = json.loads(path.read_text())
-        texts = {"dataset": HOSTILE, "tokenizer": HOSTILE, "template": HOSTILE}
+        texts = {"dataset": HOSTILE, "tokenizer": VISIBLE, "template": HOSTILE}
         config["data"] |= texts | {"data_dir": "text"}
         path.write_text(json.dumps(config))
         shutil.rmtree(path.parent / "checkpoints")
