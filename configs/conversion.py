@@ -16,7 +16,7 @@ Expected   Not yet run.
 import pathlib
 import runpy
 
-from prope.config import sized
+from prope.config import shrink_for_laptop
 
 families = runpy.run_path(str(pathlib.Path(__file__).with_name("families.py")))
 
@@ -75,4 +75,4 @@ def get_config(argument: str = "gemma3_4b"):
     config.optimizer.warmup_steps = 100
     config.model.remat = "minimal"
     MODELS[name](config)
-    return sized(config, size or "full")
+    return shrink_for_laptop(config, size or "full")

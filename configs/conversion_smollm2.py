@@ -16,7 +16,7 @@ Expected   After 0.41 M tokens p = 0.75 is 0.002 above the control, 0.5 0.035, 0
 import pathlib
 import runpy
 
-from prope.config import sized
+from prope.config import shrink_for_laptop
 
 smollm2 = runpy.run_path(str(pathlib.Path(__file__).with_name("smollm2_135m.py")))
 
@@ -38,7 +38,7 @@ def get_config(size: str = "full"):
     config.optimizer.warmup_steps = 20
     config.eval.batch_size = 2
     config.eval.max_windows = 16
-    return sized(config, size)
+    return shrink_for_laptop(config, size)
 
 
 def get_sweep(size: str = "full"):

@@ -17,7 +17,7 @@ Expected   configs/results/encodings_controlled.md, encodings_python.md.
 import pathlib
 import runpy
 
-from prope.config import sized
+from prope.config import shrink_for_laptop
 
 METHODS = (
     "rope",
@@ -54,7 +54,7 @@ def get_config(argument: str = "full"):
         config.data.data_dir = ""
         config.data.validation_fraction = 0.25  # 11 of 43 files
     config.model.update(encoding(method, config.model, config.data.seq_len))
-    return sized(config, "tiny" if size == "tiny" else "full")
+    return shrink_for_laptop(config, "tiny" if size == "tiny" else "full")
 
 
 def get_sweep(argument: str = "full"):

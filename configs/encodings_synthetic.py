@@ -15,7 +15,7 @@ Expected   configs/results/synthetic.md: right answers in % by encoding and leng
 import pathlib
 import runpy
 
-from prope.config import sized
+from prope.config import shrink_for_laptop
 
 synthetic, wiki = (
     runpy.run_path(str(pathlib.Path(__file__).with_name(f"{name}.py")))
@@ -30,7 +30,7 @@ def get_config(argument: str = "full"):
     config = synthetic["get_config"]()
     config.model.rope_percentage = 1.0
     config.model.update(wiki["encoding"](method, config.model, config.data.seq_len))
-    return sized(config, "tiny" if size == "tiny" else "full")
+    return shrink_for_laptop(config, "tiny" if size == "tiny" else "full")
 
 
 def get_sweep(argument: str = "full"):

@@ -18,7 +18,7 @@ Expected   configs/results/encodings_wiki.md: losses at 1x to 8x the length of t
 import pathlib
 import runpy
 
-from prope.config import sized
+from prope.config import shrink_for_laptop
 from prope.encodings import cutoff_frequencies, least_wavelength
 
 METHODS = (
@@ -113,7 +113,7 @@ def get_config(argument: str = "full"):
         config.data.seq_len, config.batch_size, config.eval.max_windows = 1024, 2, 128
     config.model.rope_percentage = 1.0
     config.model.update(encoding(method, config.model, config.data.seq_len))
-    return sized(config, "tiny" if size == "tiny" else "full")
+    return shrink_for_laptop(config, "tiny" if size == "tiny" else "full")
 
 
 def sweep(file, argument, methods, sizes):

@@ -13,7 +13,7 @@ Expected   Not yet run. Its rivals are wiki_sample.py's, with --config.model.num
 import pathlib
 import runpy
 
-from prope.config import sized
+from prope.config import shrink_for_laptop
 
 families = runpy.run_path(str(pathlib.Path(__file__).with_name("families.py")))
 wiki_sample = runpy.run_path(str(pathlib.Path(__file__).with_name("wiki_sample.py")))
@@ -24,4 +24,4 @@ def get_config(size: str = "full"):
     config.model.num_layers = 6
     families["gemma3"](config)
     config.model.sliding_window = 64
-    return sized(config, size)
+    return shrink_for_laptop(config, size)

@@ -18,7 +18,7 @@ Expected   Not yet run. The learning rate is ours.
 import pathlib
 import runpy
 
-from prope.config import sized
+from prope.config import shrink_for_laptop
 
 families = runpy.run_path(str(pathlib.Path(__file__).with_name("families.py")))
 
@@ -42,4 +42,4 @@ def get_config(size: str = "full"):
     config.model.use_double_wide_mlp = True
     config.model.per_layer_input_dim = 256
     config.model.remat = "save_qkv"
-    return sized(config, size)
+    return shrink_for_laptop(config, size)

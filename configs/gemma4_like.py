@@ -17,7 +17,7 @@ Expected   configs/results/gemma4_like.md.
 import pathlib
 import runpy
 
-from prope.config import sized
+from prope.config import shrink_for_laptop
 
 families = runpy.run_path(str(pathlib.Path(__file__).with_name("families.py")))
 wiki_sample = runpy.run_path(str(pathlib.Path(__file__).with_name("wiki_sample.py")))
@@ -31,7 +31,7 @@ def get_config(size: str = "full"):
     config.model.global_head_dim = 128
     config.model.global_key_is_value = True
     config.model.sliding_window = 64
-    return sized(config, size)
+    return shrink_for_laptop(config, size)
 
 
 def get_sweep(size: str = "full"):

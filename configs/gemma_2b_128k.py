@@ -17,7 +17,7 @@ Expected   Not yet run. Then: loss by position, and the tasks of prope.ask by le
 import pathlib
 import runpy
 
-from prope.config import sized
+from prope.config import shrink_for_laptop
 
 wiki = runpy.run_path(str(pathlib.Path(__file__).with_name("gemma_2b_wiki.py")))
 
@@ -40,4 +40,4 @@ def get_config(size: str = "full"):
 
     config.eval.batch_size = 16
     config.eval.max_windows = 64  # 8.4 M tokens
-    return sized(config, size)
+    return shrink_for_laptop(config, size)

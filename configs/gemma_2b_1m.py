@@ -16,7 +16,7 @@ Expected   Not yet run. The steps and the learning rate are ours.
 import pathlib
 import runpy
 
-from prope.config import sized
+from prope.config import shrink_for_laptop
 
 shorter = runpy.run_path(str(pathlib.Path(__file__).with_name("gemma_2b_128k.py")))
 
@@ -35,4 +35,4 @@ def get_config(size: str = "full"):
 
     config.eval.batch_size = 2
     config.eval.max_windows = 8  # 8.4 M tokens
-    return sized(config, size)
+    return shrink_for_laptop(config, size)

@@ -12,7 +12,7 @@ Expected   Not yet run. Paper, validation perplexity: NoPE 6.6429, p = 0.25 6.51
            RoPE 6.4429.
 """
 
-from prope.config import default_config, sized
+from prope.config import default_config, shrink_for_laptop
 
 WEIGHTS = {"flan2021": 0.40, "t0": 0.32, "niv2": 0.20, "cot": 0.05, "dialog": 0.03}
 
@@ -60,4 +60,4 @@ def get_config(size: str = "full"):
 
     config.eval.batch_size = 64
     config.eval.max_windows = 1024  # 8.4 M tokens while training; prope.evaluate takes all
-    return sized(config, size)
+    return shrink_for_laptop(config, size)

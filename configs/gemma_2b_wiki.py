@@ -13,7 +13,7 @@ Expected   Not yet run. Paper, validation perplexity: NoPE 4.8594, p = 0.25 4.53
            RoPE 4.4627. Steps, batch, validation share and learning rate are assumed: marked below.
 """
 
-from prope.config import default_config, sized
+from prope.config import default_config, shrink_for_laptop
 
 
 def get_config(size: str = "full"):
@@ -54,4 +54,4 @@ def get_config(size: str = "full"):
 
     config.eval.batch_size = 64
     config.eval.max_windows = 1024  # 8.4 M tokens while training; prope.evaluate takes all
-    return sized(config, size)
+    return shrink_for_laptop(config, size)

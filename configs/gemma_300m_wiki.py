@@ -12,7 +12,7 @@ Hours      3.9 billion tokens, about 7.5e18 FLOPs: 5.7 on one H100 for the steps
 Expected   Not yet run.
 """
 
-from prope.config import default_config, sized
+from prope.config import default_config, shrink_for_laptop
 
 
 def get_config(size: str = "full"):
@@ -53,4 +53,4 @@ def get_config(size: str = "full"):
 
     config.eval.batch_size = 32
     config.eval.max_windows = 1024
-    return sized(config, size)
+    return shrink_for_laptop(config, size)

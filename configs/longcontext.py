@@ -15,7 +15,7 @@ Expected   configs/results/longcontext.md: right answers in %, and each predicti
 import pathlib
 import runpy
 
-from prope.config import sized
+from prope.config import shrink_for_laptop
 
 synthetic, wiki = (
     runpy.run_path(str(pathlib.Path(__file__).with_name(f"{name}.py")))
@@ -39,7 +39,7 @@ def get_config(argument: str = "full"):
 
     config.data.dataset = "longcontext/mix"
     config.model.update(wiki["encoding"](method, config.model, config.data.seq_len))
-    return sized(config, "tiny" if size == "tiny" else "full")
+    return shrink_for_laptop(config, "tiny" if size == "tiny" else "full")
 
 
 def get_sweep(argument: str = "full"):

@@ -17,7 +17,7 @@ Expected   RoPE of :2048: configs/results/encodings_python.md. The rest was not 
 import pathlib
 import runpy
 
-from prope.config import sized
+from prope.config import shrink_for_laptop
 
 LENGTHS = {"full": 512, "2048": 2048, "8192": 8192, "tiny": 512}
 
@@ -40,7 +40,7 @@ def get_config(argument: str = "full"):
 
     config.eval.batch_size = config.batch_size
     config.eval.max_windows = 131_072 // length
-    return sized(config, "tiny" if argument == "tiny" else "full")
+    return shrink_for_laptop(config, "tiny" if argument == "tiny" else "full")
 
 
 def get_sweep(argument: str = "full"):

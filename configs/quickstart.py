@@ -11,7 +11,7 @@ Expected   Validation loss 1.45 nats per byte, 2.09 bits per byte (token frequen
            configs/results/quickstart.md has the loss by position out to 131,072 bytes.
 """
 
-from prope.config import default_config, sized
+from prope.config import default_config, shrink_for_laptop
 
 
 def get_config(size: str = "full"):
@@ -50,4 +50,4 @@ def get_config(size: str = "full"):
     config.optimizer.clip_norm = 1.0
 
     config.eval.batch_size = 16
-    return sized(config, size)
+    return shrink_for_laptop(config, size)

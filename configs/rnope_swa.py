@@ -13,7 +13,7 @@ Expected   Not yet run. Its rivals are wiki_sample.py's p = 0.75 and p = 1.
 import pathlib
 import runpy
 
-from prope.config import sized
+from prope.config import shrink_for_laptop
 
 wiki_sample = runpy.run_path(str(pathlib.Path(__file__).with_name("wiki_sample.py")))
 
@@ -24,4 +24,4 @@ def get_config(size: str = "full"):
     config.model.local_rope_percentage = 1.0
     config.model.layer_types = ("sliding_attention",) * 3 + ("full_attention",)
     config.model.sliding_window = 128
-    return sized(config, size)
+    return shrink_for_laptop(config, size)

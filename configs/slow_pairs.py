@@ -18,7 +18,7 @@ Expected   configs/results/slow_pairs.md.
 import pathlib
 import runpy
 
-from prope.config import sized
+from prope.config import shrink_for_laptop
 
 CUTOFFS = ("rope", "cutoff_2", "cutoff_1", "cutoff_0.5")
 # By name, what differs from RoPE of 32 pairs. Slowest: 2 pi 10,000^(15/32) = 471 bytes a turn.
@@ -60,7 +60,7 @@ def get_config(argument: str = "rope-10000-512"):
         config.model.update(SAME_SLOWEST[method])
     else:
         config.model.update(controlled["encoding"](method, config.model, config.data.seq_len))
-    return sized(config, size)
+    return shrink_for_laptop(config, size)
 
 
 def get_sweep(argument: str = "full"):

@@ -16,7 +16,7 @@ Expected   Not yet run. The learning rate is ours.
 import pathlib
 import runpy
 
-from prope.config import sized
+from prope.config import shrink_for_laptop
 
 families = runpy.run_path(str(pathlib.Path(__file__).with_name("families.py")))
 
@@ -34,4 +34,4 @@ def get_config(size: str = "full"):
     config.model.head_dim = 64
     config.model.hidden_dim = 1536
     config.model.vocab_size = 49_152
-    return sized(config, size)
+    return shrink_for_laptop(config, size)

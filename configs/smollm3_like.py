@@ -13,7 +13,7 @@ Expected   Not yet run. Its rivals are wiki_sample.py's p = 0.75 and p = 1.
 import pathlib
 import runpy
 
-from prope.config import sized
+from prope.config import shrink_for_laptop
 
 families = runpy.run_path(str(pathlib.Path(__file__).with_name("families.py")))
 wiki_sample = runpy.run_path(str(pathlib.Path(__file__).with_name("wiki_sample.py")))
@@ -23,4 +23,4 @@ def get_config(size: str = "full"):
     config = wiki_sample["get_config"]()
     families["smollm3"](config)
     config.model.max_wavelength = 5e4
-    return sized(config, size)
+    return shrink_for_laptop(config, size)

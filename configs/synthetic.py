@@ -13,7 +13,7 @@ Hours      0.03 a run: 2,048,000 tokens at 20,000 tokens/s, and the start.
 Expected   configs/results/synthetic.md: right answers in % by length of the window.
 """
 
-from prope.config import default_config, sized
+from prope.config import default_config, shrink_for_laptop
 
 
 def get_config(size: str = "full"):
@@ -49,4 +49,4 @@ def get_config(size: str = "full"):
     config.optimizer.clip_norm = 1.0
 
     config.eval.batch_size = 64
-    return sized(config, size)
+    return shrink_for_laptop(config, size)

@@ -13,7 +13,7 @@ Hours      0.9: 15 runs of 3.5 minutes, at 12,500 tokens/s; computed from one of
 Expected   On 106 articles of May 2016: configs/results/wiki_sample.md.
 """
 
-from prope.config import default_config, sized
+from prope.config import default_config, shrink_for_laptop
 
 
 def get_config(size: str = "full"):
@@ -53,7 +53,7 @@ def get_config(size: str = "full"):
     config.optimizer.clip_norm = 1.0
 
     config.eval.batch_size = 16
-    return sized(config, size)
+    return shrink_for_laptop(config, size)
 
 
 def get_sweep(size: str = "full"):

@@ -83,4 +83,4 @@ def _check_conflicts() -> None:
 
 
 if __name__ == "__main__":
-    command.run(main, define_flags, joins=True, watches=True)
+    command.run(main, define_flags, multihost=True, restart_when_stuck=True)

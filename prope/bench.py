@@ -104,4 +104,4 @@ def _parse_shape() -> tuple[int, ...]:
 
 
 if __name__ == "__main__":
-    command.run(main, define_flags, joins=True)
+    command.run(main, define_flags, multihost=True)

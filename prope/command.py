@@ -56,8 +56,8 @@ def run(
     define_flags: Callable[[], None],
     leave: Callable[[int], None] = sys.exit,
     uses_devices: bool = True,
-    joins: bool = False,
-    watches: bool = False,
+    multihost: bool = False,
+    restart_when_stuck: bool = False,
 ) -> None:
     """Parses the flags, runs `main` and prints its result.
 
@@ -69,9 +69,9 @@ def run(
       leave: called with the exit code: 2 for invalid input, 1 for a failed run, others in
         `errors.py`.
       uses_devices: whether JAX computes in this process.
-      joins: whether several processes run the command together where the environment says so; the
+      multihost: whether several processes run the command together where the environment says so; the
         first one prints.
-      watches: whether it ends, to be started again, after an hour without progress.
+      restart_when_stuck: whether it ends, to be started again, after an hour without progress.
     """
     if not flags.FLAGS.is_parsed():  # else `prepare` was called before other imports
         prepare(define_flags, main.__globals__["__doc__"], uses_devices)
@@ -87,11 +87,11 @@ def run(
                 from prope.runtime.memory import reuse_memory
 
                 reuse_memory()
-        if joins:
+        if multihost:
             from prope.runtime import processes, watchdog
 
             leave = processes.leave
-            minutes = watchdog.MINUTES if watches else None
+            minutes = watchdog.MINUTES if restart_when_stuck else None
             with watchdog.Watchdog(minutes), processes.joined():
                 result = main()
             if not processes.is_first():

@@ -144,7 +144,7 @@ _TINY_SHAPES = {
 }
 
 
-def sized(config: ConfigDict, size: str) -> ConfigDict:
+def shrink_for_laptop(config: ConfigDict, size: str) -> ConfigDict:
     """Returns the config for size "full"; for "tiny", one that any laptop trains in seconds.
 
     `--config=FILE.py:tiny` keeps p, the kind of attention and the optimizer, and cuts sizes and

@@ -57,4 +57,4 @@ def main() -> dict:
 
 
 if __name__ == "__main__":
-    command.run(main, define_flags, joins=True, watches=True)
+    command.run(main, define_flags, multihost=True, restart_when_stuck=True)

@@ -40,4 +40,4 @@ def main() -> dict:
 
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed, and a host holds more than a device
-    command.run(main, define_flags, joins=True, watches=True)
+    command.run(main, define_flags, multihost=True, restart_when_stuck=True)

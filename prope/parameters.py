@@ -36,7 +36,7 @@ class Parameter(NamedTuple):
 
     @property
     def is_matrix(self) -> bool:
-        """Tells whether it is multiplied by, decays and counts for FLOPs; other arrays do not."""
+        """Returns whether it is multiplied by, decays and counts for FLOPs; other arrays do not."""
         return bool(self.fan_in)
 
 

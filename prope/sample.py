@@ -52,4 +52,4 @@ def main() -> dict:
 
 
 if __name__ == "__main__":
-    command.run(main, define_flags, joins=True)
+    command.run(main, define_flags, multihost=True)

@@ -13,7 +13,7 @@ from prope.runtime import processes
 
 
 def has_bars() -> bool:
-    """Tells whether the first process shows bars: on a terminal that has a width and a cursor."""
+    """Returns whether the first process shows bars: on a terminal that has a width and a cursor."""
     if not (processes.is_first() and sys.stderr.isatty()) or os.environ.get("TERM") == "dumb":
         return False
     return os.get_terminal_size(sys.stderr.fileno()).columns > 0

@@ -396,7 +396,7 @@ def table(runs: Iterable[Run]) -> list[dict]:
 
 
 def have_same_seeds(rows: Iterable[dict]) -> bool:
-    """Tells whether all rows with a loss are means over the same seeds."""
+    """Returns whether all rows with a loss are means over the same seeds."""
     return len({tuple(row["seeds"]) for row in rows if row["seeds"]}) < 2
 
 

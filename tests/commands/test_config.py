@@ -13,7 +13,14 @@ from support.commands import ROOT
 from support.models import ALL_SWITCHES, frequencies_of
 
 from prope import parameters
-from prope.config import default_config, flat, from_dict, resolve, set_layer_percentages, sized
+from prope.config import (
+    default_config,
+    flat,
+    from_dict,
+    resolve,
+    set_layer_percentages,
+    shrink_for_laptop,
+)
 from prope.cost.flops import num_parameters
 from prope.data.tasks.tasks import TASKS
 from prope.encodings import FIELDS, LOGIT_SCALES, SCALINGS, TYPES
@@ -294,7 +301,7 @@ def test_p_may_be_a_number_per_layer():
     again = from_dict(json.loads(json.dumps(spec.to_dict())))
     assert resolve(again) == spec and spec.model.rope_percentage == (1.0, 1.0, 1.0, 0.25)
     assert len(differences(spec.flat(), Spec().flat())) == 1
-    assert resolve(sized(again, "tiny")).model.rope_percentage == (1.0, 0.25)
+    assert resolve(shrink_for_laptop(again, "tiny")).model.rope_percentage == (1.0, 0.25)
 
 
 @pytest.mark.parametrize(

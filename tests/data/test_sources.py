@@ -222,7 +222,7 @@ def test_a_folder_whose_name_is_a_pattern(tmp_path, kind):
 
 
 def test_another_version_of_a_dataset_is_other_data(tmp_path):
-    """Of several the greatest by number is read, unless its name is given."""
+    """The greatest of several by number is read, unless its name is given."""
     for version in ("1.0.0", "1.9.0", "1.10.0"):
         folder = write_tfds(tmp_path / version, "tfrecord", articles())
         info = json.loads((folder / "dataset_info.json").read_text())

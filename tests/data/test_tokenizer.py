@@ -180,7 +180,7 @@ def test_every_text_comes_back_byte_for_byte(model, spec):
 
 
 def test_ids_that_are_no_bytes_have_no_text():
-    """Of a model with a larger vocabulary, too: 4 is the first byte, 259 the last."""
+    """Also with a larger vocabulary: 4 is the first byte, 259 the last."""
     ids = [0, 3, 4, 4 + ord("a"), 259, 260, 300]
     assert ByteTokenizer().decode(ids) == "\0a\ufffd"
 

@@ -115,7 +115,7 @@ def test_a_run_copied_to_a_bucket_is_found_read_and_kept(uploaded):
 def test_a_checkpoint_of_which_an_object_is_gone_is_passed_over_and_set_aside(uploaded, caplog):
     url, _ = uploaded
     (url / "checkpoints/20/params/manifest.ocdbt").unlink()
-    run, _ = open_run(url).first_undamaged(Run.params)
+    run, _ = open_run(url).restore_newest_valid(Run.params)
     assert run.step == 10
     assert "checkpoint 20 is damaged (params: " in caplog.text
     with Checkpoints(url) as checkpoints:
@@ -215,7 +215,7 @@ def test_killed_between_arrays_and_commit_a_run_ends_as_a_straight_one(
     folder = f"{bucket}/run/checkpoints"
 
     def is_saving() -> bool:
-        """Tells whether a checkpoint has parameters and no commit."""
+        """Returns whether a checkpoint has parameters and no commit."""
         names = system.find(folder) if system.exists(folder) else []
         places = [name.split("/checkpoints/")[1] for name in names if "/params/" in name]
         steps = {place.split("/")[0] for place in places}

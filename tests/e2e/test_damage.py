@@ -180,7 +180,9 @@ def test_a_flipped_byte_is_refused(run, kind, read):
     if kind == "config.json":
         line = "/config.json: "
     expected = read(open_run(run, 20))
-    for params in read_despite(run, kind, lambda: open_run(run, 20).first_undamaged(read)[1], line):
+    for params in read_despite(
+        run, kind, lambda: open_run(run, 20).restore_newest_valid(read)[1], line
+    ):
         assert same(params, expected)
 
 
@@ -203,7 +205,7 @@ def test_without_step_an_older_checkpoint_is_read(run, read, caplog):
     expected = read(open_run(run, 10))
     for kind in (ARRAYS, JSON[1]):
         for flipped in flips(run, kind, [0.5]):
-            opened, params = open_run(run).first_undamaged(read)
+            opened, params = open_run(run).restore_newest_valid(read)
             assert opened.step == 10 and same(params, expected), flipped
             assert re.search("checkpoint 20 is damaged .*passed over", caplog.messages[-1])
 
@@ -284,7 +286,7 @@ def fail_reads(monkeypatch, kind, times, error=None):
 def test_a_read_that_fails_is_repeated_and_is_not_damage(run, monkeypatch, pauses, caplog, kind):
     with monkeypatch.context() as patch:
         fail_reads(patch, kind, 2)
-        opened, params = open_run(run).first_undamaged(Run.params)
+        opened, params = open_run(run).restore_newest_valid(Run.params)
     assert opened.step == 20 and pauses == [1, 2]
     assert same(params, by_layers(open_run(run, 20))) and "is damaged" not in caplog.text
     pauses.clear()
@@ -292,7 +294,7 @@ def test_a_read_that_fails_is_repeated_and_is_not_damage(run, monkeypatch, pause
     with monkeypatch.context() as patch:
         fail_reads(patch, kind, -1)
         with pytest.raises(StorageFailed, match=failed):
-            open_run(run).first_undamaged(Run.params)
+            open_run(run).restore_newest_valid(Run.params)
     assert pauses[:5] == [1, 2, 4, 8, 16] and 240 < sum(pauses) < 300
 
 
@@ -335,12 +337,12 @@ def test_what_the_storage_says_is_not_damage(run, monkeypatch, pauses, caplog, k
     """A moment of it changes nothing; for longer it ends the command, which launchers restart."""
     with monkeypatch.context() as patch:
         fail_reads(patch, kind, 2, error)
-        opened, _ = open_run(run).first_undamaged(Run.params)
+        opened, _ = open_run(run).restore_newest_valid(Run.params)
     assert opened.step == 20 and pauses == [1, 2]
     with monkeypatch.context() as patch:
         fail_reads(patch, kind, -1, error)
         with pytest.raises(StorageFailed, match="cannot be read: ") as raised:
-            open_run(run).first_undamaged(Run.params)
+            open_run(run).restore_newest_valid(Run.params)
     assert raised.value.code == 76 and "is damaged" not in caplog.text
 
 
@@ -358,7 +360,7 @@ def test_what_the_storage_says_is_not_damage(run, monkeypatch, pauses, caplog, k
 def test_what_this_process_lacks_is_not_damage(run, monkeypatch, kind, error):
     fail_reads(monkeypatch, kind, -1, error)
     with pytest.raises(type(error)):
-        open_run(run).first_undamaged(Run.params)
+        open_run(run).restore_newest_valid(Run.params)
 
 
 @pytest.mark.parametrize(
@@ -375,7 +377,7 @@ def test_what_this_process_lacks_is_not_damage(run, monkeypatch, kind, error):
 )
 def test_what_is_missing_or_cannot_be_decoded_is_damage(run, monkeypatch, pauses, caplog, error):
     fail_reads(monkeypatch, "array", -1, error)
-    opened, _ = open_run(run).first_undamaged(Run.params)
+    opened, _ = open_run(run).restore_newest_valid(Run.params)
     assert opened.step == 10 and pauses == []
     assert "checkpoint 20 is damaged (params: " in caplog.text
 
@@ -390,7 +392,7 @@ def test_a_json_file_that_is_something_else_is_damage(run, tmp_path, caplog, nam
         path.mkdir()
     else:
         path.write_text(content)
-    opened, _ = open_run(copy).first_undamaged(Run.params)
+    opened, _ = open_run(copy).restore_newest_valid(Run.params)
     assert opened.step == 10
     assert f"checkpoint 20 is damaged ({name} is " in caplog.text
 
@@ -403,7 +405,7 @@ def test_a_read_that_is_not_permitted_ends_the_command_at_once(run, monkeypatch,
     with monkeypatch.context() as patch:
         fail_reads(patch, kind, -1, denied)
         with pytest.raises(RunFailed, match="checkpoints/20") as raised:
-            open_run(run).first_undamaged(Run.params)
+            open_run(run).restore_newest_valid(Run.params)
     assert raised.value.code == 1, "launchers would restart without end"
     assert pauses == []
 
@@ -468,7 +470,7 @@ def test_imported_parameters_are_verified(run_and_export, tmp_path):
         assert same(read(open_run(tmp_path / "run")), expected)
         for place in (0.1, 0.3, 0.5, 0.7, 0.9):
             with flip(largest, place), pytest.raises(UsageError, match="checkpoint 0 is damaged"):
-                open_run(tmp_path / "run").first_undamaged(read)
+                open_run(tmp_path / "run").restore_newest_valid(read)
 
 
 # --- Commands ---------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ def test_a_single_document_can_be_evaluated(run, tmp_path):
 
 
 def test_the_same_stretches_are_selected_at_every_length():
-    """Of 5000 tokens, evenly spread; another number of them has another fingerprint."""
+    """There are 5000 tokens, evenly spread; another number of them has another fingerprint."""
 
     def select_tokens(seq_len, max_tokens):
         source = SimpleNamespace(count=-(-4999 // seq_len))
@@ -327,7 +327,7 @@ def test_the_sources_of_a_mixture_have_the_sums_of_each_alone(generated, base):
 def test_above_1_percent_of_unknown_tokens_there_are_no_bits_per_byte(
     run, tmp_path, monkeypatch, letters, has_bits
 ):
-    """Of 100 predicted tokens, <eos> among them, one or two are unknown."""
+    """One or two of 100 predicted tokens, <eos> among them, are unknown."""
     monkeypatch.setattr(Store, "special", GEMMA_IDS._replace(unk=4 + ord("a")))
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text(letters)

@@ -277,7 +277,7 @@ def make_sweep_run(folder, p, seed, losses):
 
 
 def test_the_report_has_the_changes_of_every_band(tmp_path):
-    """Of a sweep over p = 0.5 and 1, of three seeds: means and Student's t intervals."""
+    """A sweep over p = 0.5 and 1, of three seeds: means and Student's t intervals."""
     changed = np.random.default_rng(1).random((2, 3, 3))  # [group, seed, band]
     group = []
     for (g, p), seed in itertools.product(enumerate((0.5, 1.0)), range(3)):
@@ -316,7 +316,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("added", "rows"), ROWS)
 def test_what_is_changed_has_a_row_of_its_own(tmp_path, added, rows):
-    """Of an import, which has one seed, and only the step 0."""
+    """An import has one seed, and only the step 0."""
     losses = {(length, None, None): 1.0 for length, *_ in added}
     run = make_sweep_run(tmp_path, 1.0, 0, losses | {key: 1 + add for key, add in added.items()})
     records = [record | {"step": 0} for record in run.evaluations]

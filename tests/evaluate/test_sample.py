@@ -107,7 +107,7 @@ for fields in (
 
 @pytest.mark.parametrize("fields", VARIANTS, ids=str)
 def test_logits_equal_those_of_the_full_forward(fields):
-    """Of prompts of different lengths and of what follows, token by token and several at once."""
+    """Prompts of different lengths and what follows them, token by token and several at once."""
     spec = small(**fields)
     params = lively(spec)
     prompts, lengths = draw_prompts(params)
@@ -180,7 +180,7 @@ def test_a_cache_keeps_of_a_window_what_a_chunk_sees_and_nothing_of_layers_that_
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 @pytest.mark.parametrize("fields", VARIANTS[:2], ids=str)
 def test_tokens_equal_those_of_the_full_forward(fields, temperature, monkeypatch):
-    """Of prompts that are read three tokens at a time, and some longer than the window's slots."""
+    """Prompts are read three tokens at a time, and some are longer than the window's slots."""
     monkeypatch.setattr(generation, "_CHUNK", 4)
     spec = small(**fields)
     params = lively(spec)
@@ -275,7 +275,7 @@ CASES = [(1.0, 50, 1.0), (1.0, None, 0.54), (1.0, None, 0.56), (1.0, 3, 0.7), (0
 
 
 def probabilities(temperature, top_k, top_p):
-    """Of every token, by the definitions: temperature, then top_k, then top_p, renormalised."""
+    """By the definitions, for every token: temperature, then top_k, then top_p, renormalised."""
     weights = np.exp(SCORES / temperature)
     order = np.argsort(-weights)[:top_k]
     total = weights[order].sum()

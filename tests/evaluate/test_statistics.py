@@ -108,7 +108,7 @@ def assert_share(share, trials, least, most) -> None:
 
 @pytest.mark.parametrize(("methods", "seeds"), [(2, 3), (8, 3), (13, 10)])
 def test_false_claims_are_rare_where_nothing_differs(methods, seeds):
-    """Of methods whose deviations differ by a factor of 30, beside one baseline."""
+    """Methods have deviations that differ by a factor of 30, beside one baseline."""
     trials = 600
     rng = np.random.default_rng(0)
     deviation = np.geomspace(0.001, 0.03, methods)[:, None]

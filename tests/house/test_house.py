@@ -125,7 +125,15 @@ def test_flax_is_imported_by_the_model_only(imports):
 
 def test_configs_of_ml_collections_end_at_the_door(imports):
     """All other code takes the specs that are made of them."""
-    doors = {"config", "command", "import_hf", "train", "sweep.execute", "sweep.grid", "workdir.saved_config"}
+    doors = {
+        "config",
+        "command",
+        "import_hf",
+        "train",
+        "sweep.execute",
+        "sweep.grid",
+        "workdir.saved_config",
+    }
     assert {name for name in imports if "ml_collections" in libraries(imports, name)} == doors
 
 

@@ -108,7 +108,7 @@ def run(spec, shape):
 
 
 def test_a_step_takes_the_mean_over_the_tokens_that_count():
-    """Of masked documents and capped logits: meshes are compared with the same step alone."""
+    """With masked documents and capped logits, meshes are compared with the same step alone."""
     fields = {"model__num_kv_heads": 2, "model__tied": False, "model__final_softcap": 1.0}
     spec = small(**fields, accumulation=4, data__mask_documents=True)
     params = draw_params(spec)

@@ -306,7 +306,7 @@ def test_evaluations_on_windows_that_another_run_lacks_are_counted_and_left_out(
 
 
 def test_a_run_with_windows_of_another_length_takes_nothing_from_the_others(sweep):
-    """Of the same documents it has another number of windows."""
+    """It has another number of windows of the same documents."""
     read = runs.read_sweep(sweep)
     for number, run in enumerate(read):
         records = [record | {"windows": 8} for record in run.last_evaluations]
@@ -369,7 +369,7 @@ UNPREDICTED = dict.fromkeys(("loss", "loss_stderr", "perplexity", *runs.METRICS[
 
 @pytest.mark.parametrize("folders", ["rope_percentage=0,seed=1", "*"])
 def test_evaluations_without_a_predicted_token_are_left_out(sweep, folders, undrawn):
-    """Of one run, or of all; the others have bits per byte or, with too many <unk>, none."""
+    """One run lacks it, or all do; the others have bits per byte or, with too many <unk>, none."""
     for path in sweep.glob("*/eval.jsonl"):
         records = [record | {"bits_per_byte": None} for record in read_lines(path)]
         write_lines(path, records)

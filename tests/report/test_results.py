@@ -142,7 +142,7 @@ def learning_rate_columns(folder: pathlib.Path) -> dict[str, list[str]]:
 
 
 def slow_pairs_rows(folder: pathlib.Path) -> list[str]:
-    """Of each wavelength and length: losses at it and at 8 times it, and the latter minus RoPE's.
+    """For each wavelength and length: losses at it and at 8 times it, and the latter minus RoPE's.
 
     The intervals of a wavelength and length hold together.
     """
@@ -170,7 +170,7 @@ def slow_pairs_rows(folder: pathlib.Path) -> list[str]:
 
 
 def converted_length_rows(folder: pathlib.Path, report: dict) -> list[str]:
-    """Of converted models: `length_rows`, then the loss at the longest minus that of p = 1."""
+    """For converted models: `length_rows`, then the loss at the longest minus that of p = 1."""
     losses: dict[str, dict[str, float]] = {}
     for workdir in sorted(folder.glob("rope_percentage=*")):
         p, seed = re.fullmatch(r"rope_percentage=([\d.]+),seed=(\d+)", workdir.name).groups()
@@ -247,7 +247,7 @@ def cut_smollm2_rows(folder: pathlib.Path, max_tokens: int, sinks: int) -> list[
 
 
 def largest_difference(folder: pathlib.Path, other: pathlib.Path) -> float:
-    """Of the losses that two runs have in common, on the windows that they saw while training."""
+    """From the losses that two runs have in common, on the windows that they saw while training."""
     pair = []
     for workdir in (folder, other):
         records = read_lines(workdir / "eval.jsonl")
@@ -266,7 +266,7 @@ def largest_difference(folder: pathlib.Path, other: pathlib.Path) -> float:
 
 
 def usage_rows(analysis: dict) -> list[str]:
-    """Of each kind of layers: norms of the slow quarter of the pairs over the fast, and heads."""
+    """For each kind of layers: norms of the slow quarter of the pairs over the fast, and heads."""
     heads = analysis["heads"]
     rows = []
     for kind in analysis["kinds"]:

@@ -166,7 +166,7 @@ def test_distances_are_tokens_from_the_answer_to_the_evidence():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_prose_is_asked_of_any_tokenizer(sentencepiece_model, task):
-    """Of one whose words of two syllables have from four to eight tokens, too."""
+    """Also one whose words of two syllables have from four to eight tokens, too."""
     for trial in make_trials(task, 7, 1024, prose=True, tokenizer=Uneven()):
         assert len(trial.candidates) == (2 if task == "flipflop" else 8)
     tokenizer = load_tokenizer(sentencepiece_model)

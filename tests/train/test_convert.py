@@ -31,7 +31,7 @@ from prope.workdir.source import open_source, spec_before
 
 
 def test_a_run_knows_the_encoding_that_it_begins_from(tmp_path):
-    """Of every layer; all else is its own."""
+    """The encoding of every layer; all else is its own."""
     make_run(tmp_path / "run", p=(0.5, 1.0))
     begun = read_config(tmp_path / "run")
     others = {"seed": 9, "model.remat": "full"}
@@ -99,7 +99,7 @@ def make_sweep_run(name, values, losses, before=None):
 
 
 def test_a_model_is_back_once_it_stays_within_the_bound():
-    """Of every seed by itself; 24 tokens a step."""
+    """Every seed counts by itself; 24 tokens a step."""
     rope = {"rope_percentage": 1.0}
     half = {"rope_percentage": 0.5}
     runs = [

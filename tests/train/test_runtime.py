@@ -113,7 +113,7 @@ def test_commands_that_compute_for_long_are_watched(module):
     tree = ast.parse((ROOT / f"prope/{module}.py").read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     (run,) = [call for call in calls if ast.unparse(call.func) == "command.run"]
-    assert "watches=True" in ast.unparse(run)
+    assert "restart_when_stuck=True" in ast.unparse(run)
 
 
 def test_what_commands_do_for_long_reports_progress(tmp_path, monkeypatch):

@@ -152,7 +152,7 @@ def _raise(error: OSError) -> None:
 
 
 def _seen_before(path: str | pathlib.Path, seen: set[str]) -> bool:
-    """Tells whether the file or folder to which a path leads is in `seen`; adds it."""
+    """Returns whether the file or folder to which a path leads is in `seen`; adds it."""
     real = os.path.realpath(path)
     is_seen = real in seen
     seen.add(real)
@@ -160,7 +160,7 @@ def _seen_before(path: str | pathlib.Path, seen: set[str]) -> bool:
 
 
 def _is_hidden(name: str) -> bool:
-    """Tells whether a name is of those that programs write for themselves."""
+    """Returns whether a name is of those that programs write for themselves."""
     return name.startswith(".") or name == "__MACOSX"
 
 

@@ -67,7 +67,7 @@ def _list_library(excluded: set[str]) -> _Files:
 
 
 def _is_long_source(path: pathlib.Path) -> bool:
-    """Tells whether a file is of 50 to 200 KB, and not one that the build of Python generates."""
+    """Returns whether a file is of 50 to 200 KB, and not one that the build of Python generates."""
     is_generated = path.name.startswith("_sysconfigdata")
     return not is_generated and _SHORTEST <= path.stat().st_size <= _LONGEST
 
