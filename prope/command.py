@@ -69,8 +69,8 @@ def run(
       leave: called with the exit code: 2 for invalid input, 1 for a failed run, others in
         `errors.py`.
       uses_devices: whether JAX computes in this process.
-      multihost: whether several processes run the command together where the environment says so; the
-        first one prints.
+      multihost: whether several processes run the command together where the environment says so;
+        the first one prints.
       restart_when_stuck: whether it ends, to be started again, after an hour without progress.
     """
     if not flags.FLAGS.is_parsed():  # else `prepare` was called before other imports

@@ -141,7 +141,7 @@ class ChildProcesses:
 
 
 def in_foreground() -> bool:
-    """Returns whether the terminal's Ctrl-C reaches runs too; a second one would end their saving."""
+    """Returns whether the terminal's Ctrl-C reaches runs too; a second one ends their saving."""
     with contextlib.suppress(OSError), open("/dev/tty") as terminal:
         return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
     return False

@@ -93,7 +93,7 @@ UNCHANGED = [
 
 @pytest.mark.parametrize(("fields", "flag", "value"), UNCHANGED)
 def test_runs_whose_encoding_cannot_change_are_left_out(runs, base, fields, flag, value):
-    """Several runs leave it out; a single one is refused."""
+    """Among several runs it is passed over; a single one is refused."""
     edit_run(runs / "nope", base, **fields)
     assert f"--{flag}={value}: " in refusal(evaluate_run, runs / "nope", **{flag: value})
     (record,) = evaluate_run(runs, **{flag: value})
