@@ -49,7 +49,9 @@ LEFT = {
 def describe_left(name: str) -> str | None:
     """Says since when there is no field, or group of fields, of this name; None: never was one."""
     for field, left in LEFT.items():
-        if name in (field, *field.split(".")):
+        group, _, key = field.partition(".")
+        has_others = any(group_of(other) == group for other in FIELDS)
+        if name in (field, key) or (name == group and not has_others):
             since = f"left on {left.since}; the last commit that has it is {left.commit}"
             return f"{since}; {left.remedy}"
     return None
@@ -81,14 +83,16 @@ def resolve(config: ConfigDict) -> Spec:
     """
     from prope.runtime.files import as_path  # imports TensorStore, which --help does not wait for
 
-    groups: dict[str, dict[str, Any]] = {"": {}} | {group: {} for group in GROUPS}
-    fields = flat(config)
+    fields = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in flat(config).items()
+    }
     check_run(fields)
+    groups: dict[str, dict[str, Any]] = {"": {}} | {group: {} for group in GROUPS}
     for name, value in fields.items():
-        group = group_of(name)
-        groups[group][name.split(".")[-1]] = tuple(value) if isinstance(value, list) else value
-    run = groups.pop("")
+        groups[group_of(name)][name.split(".")[-1]] = value
     model = groups.pop("model")
+    run = groups.pop("")
     parts = {name: GROUPS[name](**values) for name, values in groups.items()}
     for name, place in parts["data"].places().items():
         as_path(f"config.{name}", place)

@@ -344,9 +344,11 @@ def _run(spec, params, tokens, positions, memory, segment_ids=None, decoding=Non
         layer = layers[number]
         block = Block(spec, layer)
         table = tables.choose(layer.kind, layer_arrays.get("table"))
-        step = decoding and decoding._replace(index=layer_arrays["cache"])
+        layer_decoding = None
+        if decoding is not None:
+            layer_decoding = decoding._replace(index=layer_arrays["cache"])
         logit_scale = layer_arrays.get("logit_scale", layer.logit_scale)
-        inputs = (table, logit_scale, segment_ids, step, layer_arrays.get("input"))
+        inputs = (table, logit_scale, segment_ids, layer_decoding, layer_arrays.get("input"))
         return block.apply({"params": params}, *carry, *inputs)
 
     carry = (x, memory)

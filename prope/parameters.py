@@ -130,7 +130,7 @@ def parameters(model: ModelSpec) -> dict[str, Parameter]:
 def _exists(row: Parameter, values: dict[str, Any]) -> bool:
     conditions = filter(None, row.exists_where.split(", "))
     return all(
-        values[field.removeprefix("not ")] != field.startswith("not ") for field in conditions
+        bool(values[field.removeprefix("not ")]) != field.startswith("not ") for field in conditions
     )
 
 

@@ -30,9 +30,10 @@ def scan_layers(
     """Runs all layers one after the other, as a loop that is compiled once for alike layers.
 
     Args:
-      config: a run's `config.model`.
-      run_layer: maps (carry, parameters of a layer, its part of `per_layer`, the number of a layer
-        that is built alike) to the next carry. The number is known when it is compiled.
+      spec: the model.
+      run_layer: maps (carry, parameters of a layer, its part of `per_layer`, a number) to the next
+        carry. The number, known when it is compiled, is that of the first of the layers that are
+        equal to it.
       carry: what goes through the layers: the residual stream, and the memory, which layers that
         share keys and values do not change.
       params: of all layers, stacked: `params["layers"]` of the model.
@@ -79,6 +80,7 @@ def _scan_pattern(spec, run_layer, carry, pattern, repetitions, stacked, per_lay
     equal are a loop.
     """
     layers = [spec.layers[number] for number in pattern]
+    # Of every stack, the row of its first layer here.
     first_row = {layer.stack: layer.row for layer in reversed(layers)}
 
     def fold(tree, first, count):
@@ -113,7 +115,7 @@ def _scan_pattern(spec, run_layer, carry, pattern, repetitions, stacked, per_lay
 
 
 def _take(tree, first: int, count: int):
-    """Takes `count` elements from `first` on, of every array."""
+    """Takes `count` elements from `first` on, of every array; all of them need no slice."""
     return jax.tree.map(lambda x: x if len(x) == count else x[first : first + count], tree)
 
 

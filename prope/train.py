@@ -17,7 +17,6 @@ stuck, another process is gone, the storage has failed, or another training is a
 
 import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from absl import flags
@@ -159,7 +158,7 @@ def train(
             """Returns whether something is done after a step: so often, and after the last."""
             return step == stop or step % every == 0
 
-        def evaluate(step: int, evaluation: LossEvaluation, encoding: str | None = None) -> None:
+        def evaluate(step, params, evaluation, encoding: str | None = None) -> None:
             """Evaluates; a request to stop ends it, and the resumed run evaluates this step."""
             # As `prope.evaluate` describes encodings that are not the run's own.
             fields = {"encoding": encoding, "factor": 1.0} if encoding else {}
@@ -172,32 +171,34 @@ def train(
 
         evaluation = LossEvaluation(local_spec, validation)
         if (start or source) and is_due(start, spec.eval_every):
-            # Begun from another encoding, the model is evaluated as it was, too.
+            # At step 0, a model that another encoding had is evaluated with that, too.
             before = spec if start else spec_before(spec, source)
             if before != spec and not _is_evaluated(writer, start, UNCONVERTED):
                 before = resolve_attention(before, jax.devices()[0])
-                evaluate(start, LossEvaluation(before, validation), UNCONVERTED)
+                evaluate(start, params, LossEvaluation(before, validation), UNCONVERTED)
             if not _is_evaluated(writer, start):
-                evaluate(start, evaluation)
+                evaluate(start, params, evaluation)
 
-        batches = read_batches(spec, windows, mesh, start, stop)
+        rows = sharding.rows_of_this_process(mesh, spec.batch_size)
+        read = functools.partial(train_batch, windows, spec.seed, spec.batch_size, rows=rows)
+        batches = prefetch(read, start, stop)
         for step in range(start + 1, stop + 1):
             with writer.waiting_for_data():
                 batch = next(batches)
+            batch = sharding.global_batch(mesh, batch, spec.batch_size)
             if step == start + 1:  # invalid data has failed by now, before a long compilation
                 with writer.pause(), compiling():
                     train_step = compile_step(local_spec, optimizer, mesh, state)
                     check_memory(train_step, _MEMORY_ADVICE)
                 interrupts.training = True  # from now on a signal saves before it stops the run
-            arguments = (params, opt_state, batch)
-            params, opt_state, metrics = profiler.run(step, train_step, *arguments)
+            params, opt_state, metrics = profiler.run(step, train_step, params, opt_state, batch)
             writer.step(step, metrics)
             if step == start + 1:
                 jax.block_until_ready(metrics)
                 _record_start(path, startup, step)
             checkpoints.check()
             if go_on(f"step {step}") and is_due(step, spec.eval_every):
-                evaluate(step, evaluation)
+                evaluate(step, params, evaluation)
             if is_due(step, spec.checkpoint_every) or interrupts.wants_save:
                 with writer.pause():
                     with raise_on_all():
@@ -211,23 +212,7 @@ def train(
                     last_saved = step
                     interrupts.saved()
             interrupts.stop_if_requested(f"step {step} of {spec.num_steps} is saved")
-        return writer.summary(init_hash) if is_first() else None
-
-
-def read_batches(
-    spec: Spec, windows: Windows, mesh: jax.sharding.Mesh, start: int, stop: int
-) -> Iterator[dict]:
-    """Yields the global batches of the steps after `start`, read some steps ahead.
-
-    Each process reads its rows only.
-    """
-    rows = sharding.rows_of_this_process(mesh, spec.batch_size)
-
-    def read(step: int) -> dict:
-        return train_batch(windows, spec.seed, spec.batch_size, step, rows)
-
-    for batch in prefetch(read, start, stop):
-        yield sharding.global_batch(mesh, batch, spec.batch_size)
+    return writer.summary(init_hash) if is_first() else None
 
 
 def _is_evaluated(writer: MetricWriter, step: int, encoding: str | None = None) -> bool:

@@ -123,9 +123,7 @@ class Walk:
             if "layer_inputs" in rows:
                 inputs["layer_input"] = rows["layer_inputs"][:, number]
             arrays = self._global(inputs)
-            output, captured = self.run(
-                self._layer, params, arrays, table, rotate_fn, layer, layer.logit_scale
-            )
+            output, captured = self.run(self._layer, params, arrays, table, rotate_fn, layer)
             after.append(rows | {"x": _local_rows(output)})
             if number in self._shared:
                 kv = {"key": captured.key, "value": captured.value}
@@ -156,8 +154,7 @@ class Walk:
         inputs = model.layer_inputs(self.spec, {"embedder": embedder}, tokens, x)
         return sharding.constrain(inputs.swapaxes(0, 1), "BLTQ")
 
-    def _run_layer(self, params, arrays, table, rotate_fn, layer, logit_scale):
-        layer = dataclasses.replace(layer, logit_scale=logit_scale)  # in which equal ones differ
+    def _run_layer(self, params, arrays, table, rotate_fn, layer):
         memory = {layer.kind: arrays} if layer.shares_kv else None
         layer_input = arrays.get("layer_input")
         x, captured = model.run_layer(

@@ -17,8 +17,9 @@ from prope.spec.kinds import FULL, SHARING_SUFFIX, SLIDING
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One layer. Layers are equal that are compiled alike, whatever their place and rotation."""
+    """One layer. Neighbours that are equal are one loop in the compiled program."""
 
+    # Equal layers have these in common.
     kind: str  # of LAYER_TYPES
     window: int | None  # keys that a query sees, its own included; None: all before
     sinks: int  # with a window: first keys of the sequence that it also sees
@@ -28,6 +29,8 @@ class Layer:
     key_is_value: bool  # values are the keys, before norm and rotation
     shares_kv: bool  # takes the keys and values of an earlier layer of its kind
     attention: str  # implementation, of ATTENTION
+    logit_scale: float  # factor on the scores
+    # They may differ in these.
     number: int = dataclasses.field(compare=False)
     stack: str = dataclasses.field(compare=False)  # of its parameters; "" where there is one
     row: int = dataclasses.field(compare=False)  # in the stack
@@ -38,7 +41,6 @@ class Layer:
     # Radians per token of every pair, float64 [P], and whether a pair adds nothing to scores.
     frequencies: np.ndarray = dataclasses.field(compare=False)
     removed: np.ndarray = dataclasses.field(compare=False)  # bool [P]
-    logit_scale: float = 1.0  # factor on the scores
 
     @property
     def is_local(self) -> bool:
@@ -73,6 +75,7 @@ def build_layers(model, seq_len: int | None) -> tuple[Layer, ...]:
     Raises ValueError, which begins with a field's name, where a frequency cannot be computed.
     """
     rotations = _rotations(model, seq_len)
+    logit_scales = _logit_scales(model, rotations)
     sources = key_value_sources(model)
     layers = []
     for number, kind in enumerate(model.kinds):
@@ -90,8 +93,9 @@ def build_layers(model, seq_len: int | None) -> tuple[Layer, ...]:
             key_is_value=is_full and model.global_key_is_value,
             shares_kv=shares_kv,
             attention=(is_full and model.global_attention) or model.attention,
+            logit_scale=logit_scales[number],
             number=number,
-            stack="",
+            stack="",  # as it is where all have the same shapes
             row=number,
             kv_source=source,
             cache_index=model.kinds[:source].count(kind),
@@ -117,7 +121,6 @@ class _Rotation(NamedTuple):
     max_wavelength: float
     frequencies: np.ndarray
     removed: np.ndarray
-    logit_scale: float
 
 
 def _rotations(model, seq_len: int | None) -> list[_Rotation]:
@@ -125,34 +128,36 @@ def _rotations(model, seq_len: int | None) -> list[_Rotation]:
     p = model.rope_percentage
     percentages = p if isinstance(p, tuple) else (p,) * model.num_layers
     compute = functools.cache(functools.partial(layer_frequencies, model, seq_len))
-    bands = [np.zeros(_head_dim(model, kind) // 2, bool) for kind in model.kinds]
-    none = bands
-    if model.scaled_pairs:
-        bands = pairs_in_bands(model)
-    slower = {"stop": np.inf, "interpolate": model.rope_scaling_factor}.get(
-        model.rope_scaling_type, 1.0
-    )
+    no_pairs = [np.zeros(_head_dim(model, kind) // 2, bool) for kind in model.kinds]
+    bands = pairs_in_bands(model) if model.scaled_pairs else no_pairs
+    divisors = {"stop": np.inf, "interpolate": model.rope_scaling_factor}  # of frequencies
+    divisor = divisors.get(model.rope_scaling_type, 1.0)
+    removes = model.rope_scaling_type == "remove"
     rotations = []
     for number, kind in enumerate(model.kinds):
         is_local = kind == SLIDING
         wavelength = model.max_wavelength
-        p = percentages[number]
+        layer_p = percentages[number]
         if is_local and model.local_max_wavelength is not None:
             wavelength = model.local_max_wavelength
         if is_local and model.local_rope_percentage is not None:
-            p = model.local_rope_percentage
-        freqs = compute(_head_dim(model, kind), p, wavelength, is_local)
-        if slower != 1.0:
-            freqs = np.where(bands[number], freqs / slower, freqs)
-        removed = bands[number] if model.rope_scaling_type == "remove" else none[number]
-        rotations.append(_Rotation(p, wavelength, freqs, removed, 1.0))
-    full = [r for r, kind in zip(rotations, model.kinds, strict=True) if kind == FULL]
-    some_rotate = any(r.frequencies.any() for r in full)
+            layer_p = model.local_rope_percentage
+        freqs = compute(_head_dim(model, kind), layer_p, wavelength, is_local)
+        if divisor != 1.0:
+            freqs = np.where(bands[number], freqs / divisor, freqs)
+        removed = bands[number] if removes else no_pairs[number]
+        rotations.append(_Rotation(layer_p, wavelength, freqs, removed))
+    return rotations
+
+
+def _logit_scales(model, rotations: list[_Rotation]) -> list[float]:
+    """Computes the factor on the scores of every layer, [L]; layers with a window have none."""
+    rotate = [bool(rotation.frequencies.any()) for rotation in rotations]
+    is_full = [kind == FULL for kind in model.kinds]
+    none_rotates = not any(np.logical_and(rotate, is_full))  # then all have yarn's
     return [
-        r._replace(logit_scale=logit_scale(model, r.frequencies.any() or not some_rotate))
-        if kind == FULL
-        else r
-        for r, kind in zip(rotations, model.kinds, strict=True)
+        logit_scale(model, rotate[number] or none_rotates) if is_full[number] else 1.0
+        for number in range(model.num_layers)
     ]
 
 

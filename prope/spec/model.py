@@ -173,15 +173,12 @@ class ModelSpec:
         one_of(*DTYPES),
     )
     attention: str = setting(
-        "auto",
-        "auto | xla | splash (TPU) | cudnn (NVIDIA)",
-        one_of("auto", "xla", "splash", "cudnn"),
-        may_change=True,
+        "auto", "auto | xla | splash (TPU) | cudnn (NVIDIA)", one_of(*ATTENTION), may_change=True
     )
     global_attention: str | None = setting(
         None,
         "attention of layers without a window, if it is another",
-        one_of("auto", "xla", "splash", "cudnn"),
+        one_of(*ATTENTION),
         may_change=True,
     )
     scan_layers: bool = setting(
@@ -197,7 +194,7 @@ class ModelSpec:
         one_of(*REMAT),
         may_change=True,
     )
-    # Of full layers in evaluation, where they see the last keys and the first ones only.
+    # No config has these: evaluation makes full layers see the last keys and the first ones only.
     test_window: int | None = None
     test_sinks: int = 0
 
@@ -218,9 +215,9 @@ class ModelSpec:
         return self.layers_at(None)
 
     def layers_at(self, seq_len: int | None):
-        """Returns the layers for sequences of this length, by which `dynamic` scales them.
+        """Returns the layers for sequences of this length; None: original_seq_len.
 
-        None stands for original_seq_len.
+        It matters to the scaling `dynamic` only.
         """
         from prope.spec.layers import build_layers  # imports JAX, which --help does not wait for
 

@@ -246,7 +246,7 @@ FIELDS = _fields_of_config()
 def check_run(fields: dict[str, Any]) -> None:
     """Checks every field by its rules, then what fields of several groups need of each other.
 
-    It takes the fields by dotted name, and so needs no model, whose checks import JAX.
+    `resolve` calls it before it builds a model, which imports JAX; every `Spec` calls it again.
     """
     for name, field in FIELDS.items():
         check_field(f"config.{name}", fields[name], field)
@@ -308,5 +308,5 @@ def _identity(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_place(key: str) -> bool:
-    """Returns whether a field of a source says only where it lies."""
+    """Returns whether a field of a source may change, as places do."""
     return key != "weight" and may_change(f"data.{key}")

@@ -70,6 +70,8 @@ def recorded_init_from(workdir: epath.Path, init_from: str | None) -> str | None
 def spec_before(spec: Spec, source: Run) -> Spec:
     """Returns a run's spec with the encoding of the run that it begins from."""
     encoding = {field: getattr(source.spec.model, field) for field in FIELDS}
+    # The run's kinds of layers may be others, for which its attention is not.
+    encoding |= {"attention": "auto", "global_attention": None}
     return dataclasses.replace(spec, model=dataclasses.replace(spec.model, **encoding))
 
 
