@@ -15,7 +15,7 @@ from support.models import same, small
 from support.runs import NO_WINDOWS, make_run
 from support.text import articles, read_lines, write_lines
 
-from prope.config import LEFT, default_config, spec_from_dict
+from prope.config import LEFT, default_config, describe_left, spec_from_dict
 from prope.errors import UsageError
 from prope.hf.importer import import_run, set_training
 from prope.spec.data import DataSpec
@@ -39,6 +39,16 @@ def test_a_run_knows_the_encoding_that_it_begins_from(tmp_path):
     spec = begun.replace(others | encoding)
     run = open_source(spec, tmp_path / "new", str(tmp_path / "run"))
     assert spec_before(spec, run) == begun.replace(others)
+
+
+def test_the_kinds_of_layers_before_may_be_others(tmp_path):
+    """Attention of full layers alone has no meaning in a model that has no others."""
+    make_run(tmp_path / "run")
+    windows = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 8}
+    fields = {f"model.{name}": value for name, value in windows.items()}
+    spec = read_config(tmp_path / "run").replace(fields | {"model.global_attention": "xla"})
+    run = open_source(spec, tmp_path / "new", str(tmp_path / "run"))
+    assert spec_before(spec, run).model.layers[0].window is None
 
 
 def test_a_run_that_begins_from_another_has_a_new_optimizer(tmp_path):
@@ -215,6 +225,11 @@ def test_a_saved_config_of_a_field_that_left_is_read_if_it_did_without(name):
     with pytest.raises(UsageError) as refused:
         spec_from_dict(values)
     check_line(str(refused.value), name)
+
+
+def test_a_group_of_which_a_field_left_is_there():
+    assert describe_left("convert") and describe_left("test_sinks")
+    assert describe_left("model") is None
 
 
 def check_line(line: str, name: str):
