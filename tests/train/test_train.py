@@ -19,12 +19,15 @@ from support.text import WIKIPEDIA as NAME
 from support.text import articles, read_lines, write_lines, write_tfds
 
 from prope import sharding
+from prope import train as train_lib
+from prope.config import to_config
 from prope.data.windows import Windows
 from prope.errors import UsageError
 from prope.inference.losses import LossEvaluation
+from prope.workdir import metrics
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.hashes import hash_arrays
-from prope.workdir.run import check_disk, open_run
+from prope.workdir.run import check_disk, open_run, read_config
 
 EVERY_STEP = "--config.log_every=1"
 
@@ -39,6 +42,18 @@ def text_files(tmp_path, prefix):
 CONTRACT = {"step", "loss", "perplexity", "bits_per_byte", "rope_percentage"}
 TRAINED = CONTRACT | {"eval_loss", "init_hash", "tokens_per_second", "workdir"}
 LOGGED = {"loss", "grad_norm", "batch_hash", "tokens_per_second", "data_wait_ms"}
+
+
+def test_the_result_has_what_is_written_last(trained, tmp_path, cache_dir, monkeypatch):
+    """To a bucket, records are written some at a time, and all of them at the end."""
+    workdir = shutil.copytree(trained[0], tmp_path / "run")
+    (workdir / "eval.jsonl").unlink()
+    monkeypatch.setenv("PROPE_CACHE", str(cache_dir))
+    monkeypatch.setattr(metrics, "is_url", lambda path: True)
+    monkeypatch.setattr(metrics, "upload", lambda *_: None)
+    result = train_lib.train(to_config(read_config(workdir)), str(workdir))
+    (record,) = read_lines(workdir / "eval.jsonl")
+    assert result["eval_loss"] == record["loss"] == pytest.approx(trained[1]["eval_loss"])
 
 
 def test_a_run_leaves_what_it_should(trained):
