@@ -19,7 +19,7 @@ from prope.loss import token_losses
 from prope.workdir.run import open_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]
-WINDOWS = 8
+WINDOWS = 2
 LENGTH = 1024  # twice Gemma 3's window
 PROMPT = 2000
 NEW_TOKENS = 24
@@ -65,11 +65,11 @@ def ids(real):
     return real.tokenizer(text, add_special_tokens=False).input_ids
 
 
-def windows(real, ids, count=WINDOWS):
+def windows(real, ids):
     """Windows [count, LENGTH + 1] of the text, which begin as the family's texts do."""
     start = real.tokenizer("").input_ids
     size = LENGTH + 1 - len(start)
-    return np.array([start + ids[i * size : (i + 1) * size] for i in range(count)], np.int32)
+    return np.array([start + ids[i * size : (i + 1) * size] for i in range(WINDOWS)], np.int32)
 
 
 def our_loss(real, tokens, dtype="float32"):
@@ -140,7 +140,7 @@ def test_the_loss_in_bfloat16_is_theirs(real, ids):
     import torch
     import transformers
 
-    tokens = windows(real, ids, 2)
+    tokens = windows(real, ids)
     # Not real.theirs cast, whose frequencies would be rounded, too.
     theirs = transformers.AutoModelForCausalLM.from_pretrained(real.folder, dtype=torch.bfloat16)
     expected = their_loss(theirs, tokens)
