@@ -6,7 +6,7 @@ their defaults, meanings and rules, are those of the dataclasses in `prope/spec`
 """
 
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
@@ -83,6 +83,18 @@ def resolve(config: ConfigDict) -> Spec:
     """
     from prope.runtime.files import as_path  # imports TensorStore, which --help does not wait for
 
+    return _make_spec(config, as_path)
+
+
+def spec_from_dict(values: dict) -> Spec:
+    """Makes the spec of a config that a run has saved; raises UsageError as `from_dict` does.
+
+    Its places are not looked at: what reads them may not be installed, nor needed, here.
+    """
+    return _make_spec(from_dict(values), lambda *_: None)
+
+
+def _make_spec(config: ConfigDict, check_place: Callable[[str, str], Any]) -> Spec:
     fields = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in flat(config).items()
@@ -95,13 +107,8 @@ def resolve(config: ConfigDict) -> Spec:
     run = groups.pop("")
     parts = {name: GROUPS[name](**values) for name, values in groups.items()}
     for name, place in parts["data"].places().items():
-        as_path(f"config.{name}", place)
+        check_place(f"config.{name}", place)
     return Spec(**run, **parts, model=ModelSpec(**model))  # the last one, for it imports JAX
-
-
-def spec_from_dict(values: dict) -> Spec:
-    """Makes the spec of a config that a run has saved; raises UsageError as `from_dict` does."""
-    return resolve(from_dict(values))
 
 
 def to_config(spec: Spec) -> ConfigDict:

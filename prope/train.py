@@ -171,7 +171,7 @@ def train(
 
         evaluation = LossEvaluation(local_spec, validation)
         if (start or source) and is_due(start, spec.eval_every):
-            # At step 0, a model that another encoding had is evaluated with that, too.
+            # If the source has another encoding, step 0 is also evaluated with that one.
             before = spec if start else spec_before(spec, source)
             if before != spec and not _is_evaluated(writer, start, UNCONVERTED):
                 before = resolve_attention(before, jax.devices()[0])

@@ -163,7 +163,8 @@ def _has_window(values: dict) -> bool:
 
 
 def _slides_in_qwen(values: dict, number: int) -> bool:
-    return number >= read_value(values, "max_window_layers", at_least(0)) and _has_window(values)
+    first = read_value(values, "max_window_layers", at_least(0))
+    return _has_window(values) and number >= first
 
 
 _LLAMA = {
@@ -395,6 +396,10 @@ def _is_close(value, other) -> bool:
 
 def _read_single(family: Family, values: dict) -> dict:
     rows = {name: row for name, row in FIELDS.items() if name in family.defaults}
+    if values.get("per_layer_config") is not None:  # in place of these
+        rows = {name: row for name, row in rows.items() if row[0] not in _OF_FULL.values()}
+    elif not values.get("attention_k_eq_v"):
+        rows.pop("num_global_key_value_heads", None)
     return {ours: read_value(values, name, rule) for name, (ours, rule) in rows.items()}
 
 
@@ -572,7 +577,8 @@ def _rope_field(model: ModelSpec) -> str:
     if isinstance(model.rope_percentage, tuple):
         return "rope_percentage"
     fields = ("local_max_wavelength", "local_rope_percentage", "rope_scaling_type", "logit_scale")
-    return next(field for field in fields if getattr(model, field) not in (None, "none"))
+    set_fields = (field for field in fields if getattr(model, field) not in (None, "none"))
+    return next(set_fields, "global_head_dim")
 
 
 def rotating(ropes: list[dict]) -> list[dict]:

@@ -65,6 +65,10 @@ def bench_peer(workdir: str, seq_len: int | None, sequences: int, rounds: int) -
         "batch_size": sequences,
         "accumulation": 1,
         "data.seq_len": seq_len or run.spec.data.seq_len,
+        "data.position_range": None,
+        "mesh.context": 1,
+        "mesh.tensor": 1,
+        "profile": (),
     }
     spec = run.spec.replace(fields)
     batch = random_batch(spec, make_mesh(devices=jax.devices()[:1]))

@@ -110,7 +110,7 @@ class Interrupts(contextlib.AbstractContextManager):
         return self.request > Request.NONE
 
     def stop_if_requested(self, saved: str) -> None:
-        """Raises Stopped where the last `poll` found SIGTERM or Ctrl-C; `saved` tells what is."""
+        """Raises Stopped where the last `poll` found SIGTERM or Ctrl-C; `saved` says what is."""
         reasons = {Request.STOP: ("SIGTERM", PREEMPTED), Request.INTERRUPT: ("Ctrl-C", INTERRUPTED)}
         if self.should_stop:
             signal_name, code = reasons[self.request]

@@ -73,7 +73,7 @@ def by_length(run: Run) -> Curve:
 def by_octave(run: Run, read: Callable[[dict], float | None] = itemgetter("loss")) -> Curve:
     """Reads the last step's loss by octave of positions, in windows longer than training's.
 
-    The mean `reach` of an octave's buckets is at least that of their mean loss.
+    Averaging the `reach` of its buckets gives an upper bound for the octave.
     """
     trained = run.spec.data.seq_len
     records = [record for record in last_evaluations(run) if record.get("by_position")]

@@ -235,7 +235,10 @@ def read_config_file(path: epath.Path) -> Spec | None:
         problem = f"this version of prope reads format {FORMAT}"
         remedy = f"use commit {_LAST_COMMIT}, or train again in a new --workdir"
         raise usage_error(f"{path}: format", saved_format, problem, remedy)
-    return spec_from_dict(values)
+    try:
+        return spec_from_dict(values)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
 
 
 def write_config(workdir: epath.Path, spec: Spec) -> None:

@@ -68,9 +68,11 @@ def recorded_init_from(workdir: epath.Path, init_from: str | None) -> str | None
 
 
 def spec_before(spec: Spec, source: Run) -> Spec:
-    """Returns a run's spec with the encoding of the run that it begins from."""
+    """Returns a run's spec with the encoding of the run that it begins from, if it is another."""
     encoding = {field: getattr(source.spec.model, field) for field in FIELDS}
-    # The run's kinds of layers may be others, for which its attention is not.
+    if all(getattr(spec.model, field) == value for field, value in encoding.items()):
+        return spec
+    # The chosen kernel may not be for the layers before.
     encoding |= {"attention": "auto", "global_attention": None}
     return dataclasses.replace(spec, model=dataclasses.replace(spec.model, **encoding))
 
