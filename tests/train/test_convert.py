@@ -49,6 +49,8 @@ def test_the_kinds_of_layers_before_may_be_others(tmp_path):
     spec = read_config(tmp_path / "run").replace(fields | {"model.global_attention": "xla"})
     run = open_source(spec, tmp_path / "new", str(tmp_path / "run"))
     assert spec_before(spec, run).model.layers[0].window is None
+    same_encoding = run.spec.replace({"seed": 9, "model.attention": "xla"})
+    assert spec_before(same_encoding, run) == same_encoding
 
 
 def test_a_run_that_begins_from_another_has_a_new_optimizer(tmp_path):

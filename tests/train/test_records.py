@@ -9,6 +9,7 @@ from support.commands import refusal
 
 from prope.errors import UsageError
 from prope.runtime.files import append_jsonl, read_json, write_atomic
+from prope.spec.data import DataSpec
 from prope.spec.run import Spec
 from prope.workdir.records import evaluations_of_training, find_evaluation, find_pair, read_jsonl
 from prope.workdir.run import open_run, open_workdir, read_config, write_config
@@ -106,6 +107,20 @@ def test_a_run_of_another_format_is_refused(tmp_path, saved_format):
         assert line.startswith(f"{path}: format={saved_format or 'none'}: ")
         assert "dfe6f76" in line, "the last commit that reads it"
     assert json.loads(path.read_text()) == values, "it is left alone"
+
+
+def test_places_of_a_saved_run_need_not_be_reachable(tmp_path):
+    """What reads a bucket may not be installed where a run is only read."""
+    spec = Spec(data=DataSpec(cache_dir="s3://bucket/cache"))
+    write_config(tmp_path, spec)
+    assert read_config(tmp_path) == spec
+
+
+def test_a_saved_config_that_is_not_valid_is_named(tmp_path):
+    write_config(tmp_path, Spec())
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"seed": 0', '"seed": -1'))
+    assert refusal(read_config, tmp_path).startswith(f"{path}: config.seed=-1: ")
 
 
 @pytest.mark.parametrize(
