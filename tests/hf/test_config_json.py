@@ -137,7 +137,8 @@ def test_a_published_config_leads_to_its_model(tmp_path, name):
 
 def test_full_layers_of_gemma_4_that_are_as_wide_as_the_others(tmp_path):
     alike = {"global_head_dim": 256, "num_global_key_value_heads": 16}
-    for fields in (alike, {"per_layer_config": {}}):
+    absent = {"global_head_dim": None, "num_global_key_value_heads": 0}
+    for fields in (alike, {"per_layer_config": {}} | absent):
         spec, _ = read(tmp_path, FILES["gemma-4-31B"]["text_config"] | fields)
         assert (spec.model.global_head_dim, spec.model.num_global_kv_heads) == (None, None)
     assert config_json.to_hf(spec, "float32")["global_head_dim"] == 256
@@ -381,6 +382,11 @@ def test_a_value_of_another_type_is_one_line(tmp_path, model_type):
             if type(value) is not type(right) or value != right:
                 line = refuse(tmp_path, {"model_type": model_type} | used | {field: value})
                 assert f"{field}=" in line or (is_rope and re.search("rotation|rope_para", line))
+
+
+def test_whether_qwen_has_windows_is_read_where_its_layers_are_too_few_for_them(tmp_path):
+    fields = {"model_type": "qwen2", "num_hidden_layers": 4, "use_sliding_window": "x"}
+    refuse(tmp_path, fields, 'use_sliding_window="x"')
 
 
 @pytest.mark.parametrize("field", ["rope_type", "type", "factor", "partial_rotary_factor"])
