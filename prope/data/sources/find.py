@@ -1,6 +1,7 @@
 """Finds the source that `config.data.dataset` names.
 
-To add one: a file beside this one, and a line in `find_source`. prope/data/README.md lists them.
+To add one: a file beside this one, a line in `find_source`, and its name in prope/spec/data.py.
+prope/data/README.md lists them.
 synthetic/TASK and longcontext/TASK have no documents: prope/data/tasks generates their windows.
 """
 
