@@ -65,7 +65,7 @@ class Walk:
         self._batch_size = -(-B // (shards * num_batches)) * shards
         self._embed = jax.jit(functools.partial(model.embed, spec))
         self._layer_inputs = jax.jit(self._compute_layer_inputs)
-        self._layer = jax.jit(self._run_layer, static_argnums=(4, 5))
+        self._layer = jax.jit(self._run_layer, static_argnums=4)
         self._losses = jax.jit(functools.partial(_losses, spec))
         self._checkpoint = run.checkpoint
         self._params = functools.cache(self._read_params)
