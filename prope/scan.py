@@ -82,6 +82,11 @@ def _scan_pattern(spec, run_layer, carry, pattern, repetitions, stacked, per_lay
     layers = [spec.layers[number] for number in pattern]
     # Of every stack, the row of its first layer here.
     first_row = {layer.stack: layer.row for layer in reversed(layers)}
+    if len(layers) == 1:
+        (layer,) = layers
+        params = _take(stacked[layer.stack], layer.row, repetitions)
+        arrays = _take(per_layer, layer.number, repetitions)
+        return _scan_equal(spec, run_layer, carry, layer, params, arrays, repetitions)
 
     def fold(tree, first, count):
         """Takes `count` elements for each repetition, from `first` on: [repetitions, count, ..]."""
@@ -92,18 +97,10 @@ def _scan_pattern(spec, run_layer, carry, pattern, repetitions, stacked, per_lay
         params, arrays = scanned
         for layer, equal in itertools.groupby(layers):
             count = len(list(equal))
-            row = layer.row - first_row[layer.stack]
-            place = layer.number - pattern[0]
-            inputs = (_take(params[layer.stack], row, count), _take(arrays, place, count))
-
-            def run(carry, inputs, number=layer.number):
-                return run_layer(carry, *inputs, number), None
-
-            if count == 1:
-                carry, _ = run(carry, jax.tree.map(lambda x: x[0], inputs))
-            else:
-                unroll = 1 if spec.scan_layers else count
-                carry, _ = jax.lax.scan(run, carry, inputs, unroll=unroll)
+            layer_params = _take(params[layer.stack], layer.row - first_row[layer.stack], count)
+            layer_arrays = _take(arrays, layer.number - pattern[0], count)
+            inputs = (layer, layer_params, layer_arrays, count)
+            carry = _scan_equal(spec, run_layer, carry, *inputs)
         return carry, None
 
     rows = collections.Counter(layer.stack for layer in layers)
@@ -111,6 +108,17 @@ def _scan_pattern(spec, run_layer, carry, pattern, repetitions, stacked, per_lay
     scanned = (params, fold(per_layer, pattern[0], len(pattern)))
     unroll = 1 if spec.scan_layers else repetitions
     carry, _ = jax.lax.scan(run_pattern, carry, scanned, unroll=unroll)
+    return carry
+
+
+def _scan_equal(spec, run_layer, carry, layer, params, arrays, count):
+    """Scans over `count` layers that are built as `layer`, with an element of arrays for each."""
+
+    def run(carry, inputs):
+        return run_layer(carry, *inputs, layer.number), None
+
+    unroll = 1 if spec.scan_layers else count
+    carry, _ = jax.lax.scan(run, carry, (params, arrays), unroll=unroll)
     return carry
 
 
