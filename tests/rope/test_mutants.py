@@ -45,7 +45,7 @@ def first_failure(monkeypatch, replace: tuple[str, str] = ("", "")) -> str | Non
     for name, test in sorted(named.items(), key=lambda item: len(list(cases(item[1])))):
         for arguments in cases(test):
             try:
-                # A case without its dtype here, float16 without F16C, notices nothing: the next does.
+                # A case whose dtype XLA lacks here (float16 without F16C) notices nothing.
                 with contextlib.suppress(pytest.skip.Exception):
                     test(**arguments)
             except (AssertionError, pytest.fail.Exception):
