@@ -14,6 +14,7 @@ COMMANDS += ["export_hf", "import_hf", "check_port"]
 # Each imports only from lines above its own.
 LAYERS = [
     ["errors", "rope"],
+    ["user_code"],
     ["encodings"],
     ["spec"],
     ["parameters"],
