@@ -17,7 +17,9 @@ from prope.spec.data import EMBEDDED, is_generated
 from prope.spec.fields import value_type
 from prope.spec.model import ModelSpec
 from prope.spec.run import FIELDS, GROUPS, Spec, check_run, group_of
+from prope.user_code import is_user_code, load_function
 
+_FUNCTIONS = ("optimizer.schedule",)  # fields that may name a function on which a run depends
 # A Python file with an argument, the path of a config.json.
 _READER = f"{pathlib.Path(__file__).parent / 'workdir' / 'saved_config.py'}:"
 
@@ -79,11 +81,21 @@ def resolve(config: ConfigDict) -> Spec:
     """Makes the spec of a config.
 
     A UsageError names the field, its value, what is allowed and, where there is one, the remedy. It
-    is raised before a device, a tokenizer or data is touched.
+    is raised before a device, a tokenizer or data is touched. The name of a function of the user's
+    own ends with a hash of its file, so that a run does not go on with another one.
     """
     from prope.runtime.files import as_path  # imports TensorStore, which --help does not wait for
 
-    return _make_spec(config, as_path)
+    spec = _make_spec(config, as_path)
+    return spec.replace({name: _with_hash(name, spec.flat()[name]) for name in _FUNCTIONS})
+
+
+def _with_hash(field: str, value: str) -> str:
+    """Returns a value "my_module:function" as "my_module:function@HASH"; others as they are."""
+    name = value.partition("@")[0]
+    if not is_user_code(name):
+        return value
+    return f"{name}@{load_function(f'config.{field}', name).source_hash[:12]}"
 
 
 def spec_from_dict(values: dict) -> Spec:
