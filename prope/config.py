@@ -20,6 +20,7 @@ from prope.spec.model import ModelSpec
 from prope.spec.run import FIELDS, GROUPS, Spec, check_run, group_of
 from prope.user_code import is_user_code, load_function
 
+_FUNCTIONS = ("optimizer.schedule",)  # fields that may name a function on which a run depends
 # A Python file with an argument, the path of a config.json.
 _READER = f"{pathlib.Path(__file__).parent / 'workdir' / 'saved_config.py'}:"
 
@@ -81,7 +82,8 @@ def resolve(config: ConfigDict) -> Spec:
     """Makes the spec of a config.
 
     A UsageError names the field, its value, what is allowed and, where there is one, the remedy. It
-    is raised before a device, a tokenizer or data is touched.
+    is raised before a device, a tokenizer or data is touched. The name of a function of the user's
+    own ends with a hash of its file, so that a run does not go on with another one.
     """
     from prope.runtime.files import as_path  # imports TensorStore, which --help does not wait for
 
@@ -104,7 +106,15 @@ def _embed(fields: dict[str, Any]) -> dict[str, Any]:
     if is_user_code(fields["model.rope_type"]):
         fields["model.rope_frequencies"] = _call_for_layers(fields)
         fields["model.rope_type"] = "custom"
-    return fields
+    return fields | {name: _with_hash(name, fields[name]) for name in _FUNCTIONS}
+
+
+def _with_hash(field: str, value: str) -> str:
+    """Returns a value "my_module:function" as "my_module:function@HASH"; others as they are."""
+    name = value.partition("@")[0]
+    if not is_user_code(name):
+        return value
+    return f"{name}@{load_function(f'config.{field}', name).source_hash[:12]}"
 
 
 def read_pairs(field: str, path: str) -> str:

@@ -37,7 +37,13 @@ _OUTAGES = (
 )
 
 # Other packages are always installed.
-_EXTRAS = {"torch": "'.[hf]'", "transformers": "'.[hf]'", "libtpu": "'.[tpu]'", "gcsfs": "'.[gcs]'"}
+_EXTRAS = {
+    "torch": "'.[hf]'",
+    "transformers": "'.[hf]'",
+    "libtpu": "'.[tpu]'",
+    "gcsfs": "'.[gcs]'",
+    "wandb": "'.[wandb]'",
+}
 # What libraries raise for a file that is not what it should be.
 _BAD_DATA = UnicodeError | EOFError | json.JSONDecodeError | zipfile.BadZipFile | zlib.error
 _OF_TENSORSTORE = re.compile(

@@ -356,11 +356,16 @@ def parse_json(content: str | bytes):
 
 
 def append_jsonl(path: epath.Path, *records: dict) -> None:
-    """Appends JSON objects, each as a line of its own, also after a line that was cut short.
+    """Appends JSON objects, each as a line of its own; raises UsageError as `append_lines` does."""
+    append_lines(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def append_lines(path: epath.Path, text: str) -> None:
+    """Appends lines, also after one that was cut short.
 
     Raises UsageError as `check_regular` does.
     """
-    lines = "".join(json.dumps(record) + "\n" for record in records).encode()
+    lines = text.encode()
     if not is_url(path):
         check_regular(path)
         with open(path, "a+b", buffering=0) as file:

@@ -7,6 +7,7 @@ from typing import Any
 
 from prope.errors import UsageError, nearest, usage_error
 from prope.spec.fields import AT_LEAST_1, NOT_NEGATIVE, SHARE, check_fields, one_of, rule, setting
+from prope.user_code import is_user_code
 
 LOSS_ON = ("all", "targets")
 EMBEDDED = ("python_docs", "python_source")  # datasets that every Python installation has
@@ -41,6 +42,7 @@ class DataSpec:
     dataset: str = setting(
         "python_docs",
         "python_docs | python_source | files | a TFDS name such as wikipedia/20230601.en | "
+        "my_module:documents, a function of your own that yields texts | "
         "mixture | synthetic/ and copy, recall or mix | longcontext/ and a task of "
         "prope/data/tasks or mix",
     )
@@ -211,7 +213,7 @@ def _check_source(source: dict, prefix: str) -> None:
         problem = f"there is no such task{nearest(dataset, known)}; there are {', '.join(known)}"
         require("dataset", dataset in known, problem)
         unused = ("data_dir", "template", "store")
-    elif dataset in EMBEDDED:
+    elif dataset in EMBEDDED or is_user_code(dataset):
         unused = ("data_dir", "template")
     else:
         unused = ()

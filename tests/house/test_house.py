@@ -14,7 +14,8 @@ COMMANDS += ["export_hf", "import_hf", "check_port"]
 # Each imports only from lines above its own.
 LAYERS = [
     ["errors", "rope"],
-    ["encodings", "user_code"],
+    ["user_code"],
+    ["encodings"],
     ["spec"],
     ["parameters"],
     ["scan", "sharding"],

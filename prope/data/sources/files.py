@@ -34,6 +34,7 @@ from prope.data.sources.base import (
     check_utf8,
     chunk_bytes,
     cut_words,
+    encode,
     log_once,
 )
 from prope.errors import UsageError, usage_error
@@ -376,11 +377,7 @@ def _json_document(line: bytes, rule: TextRule) -> Document:
         if not isinstance(record[name], str):
             problem = f"{name!r} holds a value of type {type(record[name]).__name__}, not a string"
             raise UsageError(f"{problem}; mend it, or name another key with {rule.option}")
-        try:
-            values[name] = record[name].encode()
-        except UnicodeEncodeError:
-            problem = "holds half a character (an unpaired surrogate)"
-            raise UsageError(f"{problem}; repair or remove it") from None
+        values[name] = encode(record[name])
     return rule.document(values)
 
 

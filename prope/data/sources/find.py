@@ -9,9 +9,11 @@ from prope.data.sources.base import Source, TextRule
 from prope.data.sources.files import files
 from prope.data.sources.python_library import python_docs, python_source
 from prope.data.sources.tfds import download_hint, tfds_source
+from prope.data.sources.user_function import user_documents
 from prope.errors import usage_error
 from prope.runtime.files import as_path, is_url, local_cache, retry_reads
 from prope.spec.data import DataSpec, is_generated
+from prope.user_code import is_user_code
 
 
 def find_source(data: DataSpec) -> Source:
@@ -22,6 +24,8 @@ def find_source(data: DataSpec) -> Source:
     embedded = {"python_docs": python_docs, "python_source": python_source}
     if data.dataset in embedded:
         return embedded[data.dataset]()
+    if is_user_code(data.dataset):
+        return user_documents(data.dataset)
     if is_generated(data.dataset):
         problem = "is generated while it is read, and has no text"
         raise usage_error("config.data.dataset", data.dataset, problem)
