@@ -63,7 +63,7 @@ def strongest_channels(
         "to_others": measures.to_others,
     }
     is_slow = (np.arange(P)[None] >= P // 2) | (freqs == 0)
-    order = np.argsort(-np.where(is_slow, strength, -1.0), axis=None)
+    order = np.argsort(-np.where(is_slow, strength, -1.0), axis=None, kind="stable")
     records = []
     for index in order[: min(count, is_slow.sum())].tolist():
         head, pair = divmod(index, P)
