@@ -70,7 +70,9 @@ def _describe(error: BaseException, file: str = "") -> str:
 
     Without `file` it is the line that has raised it.
     """
+    text = f"{type(error).__name__}: {first_line(error)}"
+    if isinstance(error, SyntaxError):  # which names its own place
+        return text
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if frame.filename == file] or frames
-    place = f"{os.path.basename(frames[-1].filename)} line {frames[-1].lineno}"
-    return f"{type(error).__name__}: {first_line(error)} ({place})"
+    return f"{text} ({os.path.basename(frames[-1].filename)} line {frames[-1].lineno})"

@@ -22,10 +22,8 @@ GENERATED = {
     ),
 }
 # Fields that each source of a mixture has for itself.
-_SOURCE_FIELDS = (
-    *("dataset", "data_dir", "pattern", "text_feature", "template", "separator", "loss_on"),
-    "store",
-)
+_SOURCE_FIELDS = ("dataset", "data_dir", "pattern", "text_feature", "template", "separator")
+_SOURCE_FIELDS += ("loss_on", "store")
 _MIXTURE_FIELDS = ("weight", *_SOURCE_FIELDS)
 
 _IDS = rule(lambda ids: all(type(i) is int and i >= 0 for i in ids), "must be ids, such as (106,)")

@@ -8,6 +8,7 @@ import lzma
 import numpy as np
 import pyarrow as pa
 import pytest
+from etils import epath
 from pyarrow import ipc, parquet
 from support.commands import refusal
 from support.text import articles, data_config, documents_of, texts_of
@@ -125,6 +126,21 @@ def test_columns_of_every_type_of_text(tmp_path):
     write_kinds(tmp_path / "text", TEXTS)
     source = find_source(data_config(tmp_path, "files", tmp_path / "text"))
     assert sorted(texts_of(source)) == sorted(text.encode() for text in TEXTS)
+
+
+def test_tables_and_compressed_lines_in_a_bucket(tmp_path, bucket, monkeypatch):
+    monkeypatch.setenv("PROPE_CACHE", str(tmp_path / "prope"))
+    (tmp_path / "text").mkdir()
+    write_parquet(tmp_path / "text", TEXTS[:20])
+    write_arrow(tmp_path / "text", TEXTS[20:50], "b.arrow")
+    (tmp_path / "text" / "c.jsonl.zst").write_bytes(zstd(lines(TEXTS[50:])))
+    for file in (tmp_path / "text").iterdir():
+        (epath.Path(bucket) / file.name).write_bytes(file.read_bytes())
+    local, remote = (
+        find_source(data_config(tmp_path, "files", place)) for place in (tmp_path / "text", bucket)
+    )
+    assert remote.identity == local.identity
+    assert [text.decode() for text in texts_of(remote)] == TEXTS
 
 
 def saved(table, **options):

@@ -40,7 +40,7 @@ from prope.data.sources.base import (
     encode,
     log_once,
 )
-from prope.data.sources.remote import download, is_hub
+from prope.data.sources.remote import download, is_hub, local_file
 from prope.data.sources.tables import table_chunks
 from prope.errors import UsageError, first_line, usage_error
 from prope.runtime.files import (
@@ -71,7 +71,7 @@ PART_BYTES = 2**26  # a longer .txt is read in parts, so that a worker has enoug
 _SHOWN_REASONS = 5
 # Files about a folder of text, which are no documents of it.
 _ABOUT = re.compile(
-    r"(?!.*\.jsonl)(readme|requirements|licen[cs]es?|copying|notice)([-_.].*)?"
+    r"(?!.*\.(?:jsonl|parquet|arrow))(readme|requirements|licen[cs]es?|copying|notice)([-_.].*)?"
     # What the library `datasets` writes beside a dataset.
     r"|(dataset_infos?|dataset_dict|state)\.json|cache-[0-9a-f_of]+\.arrow",
     re.IGNORECASE,
@@ -454,6 +454,8 @@ def _line_number(path: epath.Path, offset: int) -> int:
 def _open(path: epath.Path):
     """Opens a file to read its text, as bytes."""
     decompress = _OPENERS.get(path.suffix.lower())
+    if decompress is _open_zstd:
+        path = local_file(path)  # in which a failed read cannot go back
     if not is_url(path):
         return decompress(path) if decompress else path.open("rb")
     file = io.BufferedReader(path.open("rb"), 2**20)

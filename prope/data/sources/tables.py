@@ -25,18 +25,15 @@ def table_chunks(
 ) -> Iterator[Chunk]:
     """Yields chunks of whole row groups, of about `limit` bytes of text.
 
-    A file that is not on this machine is one chunk of about `size` bytes, one that cannot be used
-    is one bad row.
+    A file that is in a bucket or cannot be used is one chunk, of about `size` bytes.
     """
     read = functools.partial(_read, path, rule)
-    if is_url(path):
-        yield Chunk(name, size, read, split=split)
-        return
-    try:
-        with _open(path, rule) as (row_groups, _):
+    rows = ()
+    if not is_url(path):
+        with contextlib.suppress(UsageError), _open(path, rule) as (row_groups, _):
             rows, sizes = zip((0, 0), *row_groups, strict=True)
-    except UsageError as error:
-        yield Chunk(name, size, functools.partial(iter, [bad_row(path, error)]), split=split)
+    if not rows:
+        yield Chunk(name, size, read, split=split)
         return
     ends = list(itertools.accumulate(sizes))
     for _, group in itertools.groupby(range(1, len(rows)), lambda number: ends[number] // limit):

@@ -52,10 +52,8 @@ from prope.spec.data import DataSpec, is_generated
 from prope.spec.run import Spec
 
 # Fields of config.data that a store is made with.
-_SETTINGS = (
-    *("dataset", "pattern", "text_feature", "template", "separator", "loss_on"),
-    "validation_fraction",
-)
+_SETTINGS = ("dataset", "pattern", "text_feature", "template", "separator", "loss_on")
+_SETTINGS += ("validation_fraction",)
 _SIZES = ("tokens", "documents", "bytes", "unk_tokens")
 POLL_SECONDS = 1.0  # hundreds of hosts may wait for a lock in a shared folder
 
