@@ -238,7 +238,7 @@ def shrink_for_laptop(config: ConfigDict, size: str) -> ConfigDict:
         choose = "--config.data.dataset and .data_dir choose another"
         log.info("tiny: python_docs replaces %s; %s", data.dataset, choose)
         data.update({"dataset": "python_docs", "data_dir": "", "mixture": (), "template": ""})
-        data.update({"separator": "", "loss_on": "all", "store": ""})
+        data.update({"separator": "", "pattern": "", "loss_on": "all", "store": ""})
     if data.tokenizer != "byte":
         log.info("tiny: the byte tokenizer replaces %s", data.tokenizer)
         data.tokenizer = "byte"
