@@ -113,6 +113,16 @@ def test_pairs_are_read_as_they_are_written():
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_a_layer_that_takes_the_keys_of_another_rotates_as_they_do():
+    plain = small(**E4 | {"rope_percentage": 1.0, "local_rope_percentage": 1.0})
+    lines = "; ".join(map(str, range(plain.num_layers)))
+    spec = dataclasses.replace(plain, rope_pairs=lines)
+    assert any(layer.shares_kv for layer in spec.layers)
+    for layer, whole in zip(spec.layers, plain.layers, strict=True):
+        is_kept = np.arange(layer.head_dim // 2) == layer.kv_source
+        np.testing.assert_array_equal(layer.frequencies, np.where(is_kept, whole.frequencies, 0))
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("pairs") / "run"
