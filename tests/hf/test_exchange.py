@@ -408,6 +408,14 @@ def test_tokenizers_of_an_import(tmp_path, exported, sentencepiece_model):
     refused(tmp_path, "--tokenizer=byte", "tokenizer.model", tokenizer="byte")
 
 
+def test_an_export_of_pairs_by_key_head_is_refused(tmp_path):
+    make_run(tmp_path / "run", p=1.0, num_kv_heads=2, rope_pairs="0-3 4; 5")
+    export_refused(tmp_path, "hf", "config.model.rope_pairs=0-3 4; 5", "key heads of layer 0")
+    make_run(tmp_path / "layers", p=1.0, num_kv_heads=2, rope_pairs="0-3; 5")
+    line = refusal(lambda: exporter.export(tmp_path / "layers", tmp_path / "hf"))
+    assert "config.model.rope_pairs=0-3; 5: no class" in line and "one for all layers" in line
+
+
 def export_refused(tmp_path, output, *names):
     line = refusal(lambda: exporter.export(tmp_path / "run", tmp_path / output))
     assert all(name in line for name in names), line
