@@ -142,17 +142,19 @@ def test_a_single_document_can_be_evaluated(run, tmp_path):
 
 
 def test_the_same_stretches_are_selected_at_every_length():
-    """There are 5000 tokens, evenly spread; another number of them has another fingerprint."""
+    """Of two sources of 5000 tokens, evenly spread; another number has another fingerprint."""
 
     def select_tokens(seq_len, max_tokens):
-        source = SimpleNamespace(count=-(-4999 // seq_len))
+        count = -(-4999 // seq_len)
         text = {"split": "validation", "store": SimpleNamespace(fingerprint="of the store")}
-        windows = SimpleNamespace(seq_len=seq_len, sources=[source], weights=[1.0], **text)
+        sources = {"sources": [SimpleNamespace(count=count)] * 2, "weights": [0.8, 0.2]}
+        windows = SimpleNamespace(seq_len=seq_len, **sources, **text)
         indices, fingerprint = select(windows, None, max_tokens, longest=128)
-        return [i * seq_len + j for i in indices for j in range(seq_len)], fingerprint
+        places = [divmod(i, count) for i in indices]
+        return [(s, i * seq_len + j) for s, i in places for j in range(seq_len)], fingerprint
 
-    starts = [40 * stretch // 10 * 128 for stretch in range(10)]
-    expected = [start + j for start in starts for j in range(128)]
+    starts = [(s, 40 * i // n * 128) for s, n in enumerate((8, 2)) for i in range(n)]
+    expected = [(s, start + j) for s, start in starts for j in range(128)]
     selected = [select_tokens(seq_len, 1280) for seq_len in (32, 64, 128)]
     assert [tokens for tokens, _ in selected] == [expected] * 3
     assert len({fingerprint for _, fingerprint in selected} | {select_tokens(32, 1408)[1]}) == 2
