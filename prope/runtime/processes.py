@@ -103,8 +103,10 @@ def start(environ: Mapping[str, str] = os.environ) -> None:
     wanted = environ.get("PROPE_PROCESSES") or _default_processes(environ)
     if wanted == "1":
         return
-    alone = "PROPE_PROCESSES=1 runs this one alone"
-    log.info("waiting for the other processes of PROPE_PROCESSES=%s; %s", wanted, alone)
+    log.info(
+        "waiting for the others of PROPE_PROCESSES=%s; PROPE_PROCESSES=1 runs this one alone",
+        wanted,
+    )
     with watchdog.paused():  # they may come minutes apart
         _join(wanted)
     # JAX's runtime has taken the signal for itself.
@@ -138,8 +140,7 @@ def wait() -> None:
     """Waits, up to a week, until all processes call this; a collective fails after 30 s on CPUs."""
     if _count > 1:
         with watchdog.paused():  # what holds another one up, its own ends
-            barrier = f"prope-{next(_barrier_ids)}"
-            distributed.global_state.client.wait_at_barrier(barrier, _WEEK_MS)
+            distributed.global_state.client.wait_at_barrier(f"prope-{next(_barrier_ids)}", _WEEK_MS)
 
 
 def call_on_first(function: Callable[[], T]) -> T:
@@ -194,8 +195,7 @@ def _wait_for_value(key: str) -> str:
         now = time.monotonic()
         if now - logged > _LOG_SECONDS:
             logged = now
-            message = "waiting for process 0, whose log says what it does, since %d s"
-            log.warning(message, now - start)
+            log.warning("waiting for process 0, whose log tells why, since %d s", now - start)
 
 
 @contextlib.contextmanager
@@ -226,11 +226,9 @@ def check_count() -> None:
     try:
         count = jax.process_count()
     except (AssertionError, RuntimeError) as error:  # JAX asserts that there is a device
-        cause = f"JAX finds no such device ({first_line(error)})"
-        remedy = f"look to its driver, or {NO_PLATFORM}"
-        values = jax.config.values
-        name = "jax_platform_name" if values["jax_platform_name"] else "jax_platforms"
-        raise usage_error(name.upper(), values[name], cause, remedy) from error
+        name = "JAX_PLATFORM_NAME" if "JAX_PLATFORM_NAME" in os.environ else "JAX_PLATFORMS"
+        cause = f"JAX finds no such device ({first_line(error)}); look to its driver, or "
+        raise usage_error(name, os.environ.get(name), cause + NO_PLATFORM) from error
     if count != _count:
         actual = f"{count} processes, of which this is number {jax.process_index()}"
         remedy = "set PROPE_PROCESSES=auto and start the same command on all hosts, or use one host"

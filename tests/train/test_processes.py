@@ -4,7 +4,6 @@ import errno
 import re
 import subprocess
 import sys
-import types
 
 import jax
 import pytest
@@ -210,11 +209,8 @@ def test_devices_that_are_not_there_are_named_as_asked_for(error, asked, monkeyp
     def process_count():
         raise error
 
-    name, _, value = asked.lower().partition("=")
-    values = {"jax_platforms": None, "jax_platform_name": "", name: value}
-    config = types.SimpleNamespace(values=values, **values)
-    fake = types.SimpleNamespace(process_count=process_count, config=config)
-    monkeypatch.setattr(processes, "jax", fake)
+    monkeypatch.setenv(*asked.split("="))
+    monkeypatch.setattr(processes.jax, "process_count", process_count)
     with pytest.raises(UsageError, match=rf"^{asked}: [^\n]*setup\.sh gpu[^\n]*$"):
         processes.check_count()
 
