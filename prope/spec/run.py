@@ -21,9 +21,24 @@ from prope.spec.fields import (
     setting,
 )
 from prope.spec.model import DTYPES, ModelSpec
+from prope.user_code import is_user_code
+
+SCHEDULES = ("constant", "cosine", "wsd")
+# A run may go on with other values of _LENGTHS, as long as updates that are done had these rates.
+EXTENDABLE = ("constant", "wsd")
+_LENGTHS = ("num_steps", "optimizer.decay_share")
+LOG_TARGETS = ("tensorboard", "wandb", "csv")
 
 _SEED = rule(lambda x: 0 <= x < 2**32, "must be in [0, 2^32 - 1]: keys of JAX hold 32 bits of it")
 _DECAY_RATE = rule(lambda x: 0 <= x < 1, "must be in [0, 1)")
+_SCHEDULE = rule(
+    lambda x: x in SCHEDULES or is_user_code(x.partition("@")[0]),
+    f"must be one of {', '.join(SCHEDULES)}, or my_module:function",
+)
+_LOG_TO = rule(
+    lambda names: all(name in LOG_TARGETS or is_user_code(str(name)) for name in names),
+    f"must be some of {', '.join(LOG_TARGETS)}, my_module:function",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +52,18 @@ class OptimizerSpec:
         one_of("adamw", "lion", "adafactor", "muon"),
     )
     learning_rate: float = setting(0.001, "at the peak, the end of warmup", POSITIVE)
-    final_learning_rate: float = setting(0.0001, "at the last step, the end of the cosine")
+    schedule: str = setting(
+        "cosine",
+        "after warmup: cosine | constant | wsd (constant, then linear decay) | "
+        "my_module:function, from a Spec to an Optax schedule",
+        _SCHEDULE,
+    )
+    decay_share: float = setting(
+        0.2,
+        "of wsd: the share of num_steps, at their end, in which the rate decays",
+        rule(lambda x: 0 <= x <= 1, "must be in [0, 1]"),
+    )
+    final_learning_rate: float = setting(0.0001, "at the last step, the end of the decay")
     warmup_steps: int = setting(
         100,
         "linear, from 0 to learning_rate; in a run that is no longer, a tenth of it",
@@ -157,6 +183,13 @@ class Spec:
     seed: int = setting(0, "of the initial weights and the order of the data", _SEED)
     log_every: int = setting(
         10, "steps between lines of metrics.jsonl", AT_LEAST_1, may_change=True
+    )
+    log_to: tuple = setting(
+        ("tensorboard",),
+        "where records go, beside the JSON lines: tensorboard, wandb, csv, my_module:function, "
+        "which gets each as a dict",
+        _LOG_TO,
+        may_change=True,
     )
     eval_every: int = setting(
         500,
@@ -289,14 +322,15 @@ def differences(fields: dict[str, Any], others: dict[str, Any]) -> list[str]:
     """Lists the fields, by dotted name, that make two runs different, as 'seed: 0, not 1'."""
     ours = _identity(fields)
     theirs = _identity(others)
-    differing = [name for name in ours if ours[name] != theirs[name]]
+    differing = [name for name in ours if ours[name] != theirs.get(name, ours[name])]
     return [f"{name}: {theirs[name]}, not {ours[name]}" for name in differing]
 
 
 def _identity(fields: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields without those that may change, in a mixture's sources too.
 
-    A tokenizer counts by its name: a run may be moved, and its tokens have a fingerprint.
+    So may the length of a run whose learning rate does not depend on it before its decay. A
+    tokenizer counts by its name: a run may be moved, and its tokens have a fingerprint.
     """
     sources = [
         {key: value for key, value in source.items() if not _is_place(key)}
@@ -304,7 +338,10 @@ def _identity(fields: dict[str, Any]) -> dict[str, Any]:
     ]
     tokenizer = os.path.basename(fields["data.tokenizer"].rstrip("/"))
     fields = fields | {"data.tokenizer": tokenizer, "data.mixture": sources}
-    return {name: value for name, value in fields.items() if not may_change(name)}
+    free = _LENGTHS if fields["optimizer.schedule"] in EXTENDABLE else ()
+    return {
+        name: value for name, value in fields.items() if not may_change(name) and name not in free
+    }
 
 
 def _is_place(key: str) -> bool:

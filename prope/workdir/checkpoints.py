@@ -85,8 +85,13 @@ def newest_undamaged(
 class Checkpoints(contextlib.AbstractContextManager):
     """Saves and restores the checkpoints of a run that trains."""
 
-    def __init__(self, workdir: epath.PathLike, keep: CheckpointSpec | None = None):
-        """Opens W/checkpoints; `keep` is the run's `config.checkpoint`, by default all are kept."""
+    def __init__(
+        self, workdir: epath.PathLike, keep: CheckpointSpec | None = None, stable: int = 0
+    ):
+        """Opens W/checkpoints; `keep` is the run's `config.checkpoint`, by default all are kept.
+
+        So is that of the step `stable`.
+        """
         self.directory = absolute(workdir) / "checkpoints"
         self._saving = 0  # the last step saved
         self._hashes: dict[str, Any] = {}  # hashes of its items
@@ -97,7 +102,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             for step in self._steps:
                 (self.directory / str(step) / _ORBAX_MARK).touch()
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=_preservation_policy(keep),
+            preservation_policy=_preservation_policy(keep, stable),
             cleanup_tmp_directories=True,  # which a killed process left
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._finish),
         )
@@ -248,11 +253,11 @@ def _read_back(folder: epath.Path, arrays: dict[str, Any]) -> None:
         raise RunFailed(f"{problem}: see to the storage, or choose another --workdir") from error
 
 
-def _preservation_policy(keep: CheckpointSpec | None):
-    """Keeps the newest checkpoints, and one every `keep.keep_every` steps."""
+def _preservation_policy(keep: CheckpointSpec | None, stable: int):
+    """Keeps the newest checkpoints, one every `keep.keep_every` steps, and that of `stable`."""
     if keep is None:
         return None
-    kept = [policies.LatestN(keep.max_to_keep)]
+    kept = [policies.LatestN(keep.max_to_keep), policies.CustomSteps([stable])]
     if keep.keep_every:
         kept.append(policies.EveryNSteps(keep.keep_every))
     return policies.AnyPreservationPolicy(kept)
