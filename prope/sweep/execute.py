@@ -330,7 +330,7 @@ def run_sweep(
     runs = plan(grids, file, base, overrides, init_from)
     sweep = Sweep(directory, runs, split_launcher(launcher))
     reasons = check_same_sweep(directory, runs, grids, base, init_from)
-    log.info("%d runs in %s:", len(runs), directory)
+    log.info("runs in %s: %d", directory, len(runs))
     for run in sweep.read_all():
         state = sweep.state(run)
         if state == "unfinished":
