@@ -15,6 +15,7 @@ from ml_collections.config_dict import placeholder
 from prope.errors import UsageError, log, nearest, usage_error
 from prope.spec.data import EMBEDDED, is_generated
 from prope.spec.fields import value_type
+from prope.spec.kinds import SLIDING, repeat_pattern
 from prope.spec.model import ModelSpec
 from prope.spec.run import FIELDS, GROUPS, Spec, check_run, group_of
 from prope.user_code import is_user_code, load_function
@@ -86,8 +87,26 @@ def resolve(config: ConfigDict) -> Spec:
     """
     from prope.runtime.files import as_path  # imports TensorStore, which --help does not wait for
 
-    spec = _make_spec(config, as_path)
-    return spec.replace({name: _with_hash(name, spec.flat()[name]) for name in _FUNCTIONS})
+    return _make_spec(_embed(flat(config)), as_path)
+
+
+def spec_from_dict(values: dict) -> Spec:
+    """Makes the spec of a config that a run has saved; raises UsageError as `from_dict` does.
+
+    Its places are not looked at: what reads them may not be installed, nor needed, here.
+    """
+    return _make_spec(flat(from_dict(values)), lambda *_: None)
+
+
+def _embed(fields: dict[str, Any]) -> dict[str, Any]:
+    """Replaces a file and a function that say how pairs rotate by their pairs and frequencies."""
+    pairs = fields["model.rope_pairs"]
+    if pairs.endswith(".json"):
+        fields["model.rope_pairs"] = read_pairs("config.model.rope_pairs", pairs)
+    if is_user_code(fields["model.rope_type"]):
+        fields["model.rope_frequencies"] = _call_for_layers(fields)
+        fields["model.rope_type"] = "custom"
+    return fields | {name: _with_hash(name, fields[name]) for name in _FUNCTIONS}
 
 
 def _with_hash(field: str, value: str) -> str:
@@ -98,19 +117,38 @@ def _with_hash(field: str, value: str) -> str:
     return f"{name}@{load_function(f'config.{field}', name).source_hash[:12]}"
 
 
-def spec_from_dict(values: dict) -> Spec:
-    """Makes the spec of a config that a run has saved; raises UsageError as `from_dict` does.
+def read_pairs(field: str, path: str) -> str:
+    """Returns `config.model.rope_pairs` of a file that prope.choose has written."""
+    from prope.runtime.files import parse_json, read_text
 
-    Its places are not looked at: what reads them may not be installed, nor needed, here.
-    """
-    return _make_spec(from_dict(values), lambda *_: None)
+    remedy = "give the pairs.json of prope.choose"
+    try:
+        content = parse_json(read_text(field, path, remedy))
+        return str(content["rope_pairs"])
+    except (ValueError, TypeError, KeyError) as error:
+        problem = f"is no file of chosen pairs: {type(error).__name__} {error}"
+        raise usage_error(field, path, problem, remedy) from None
 
 
-def _make_spec(config: ConfigDict, check_place: Callable[[str, str], Any]) -> Spec:
-    fields = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in flat(config).items()
-    }
+def _call_for_layers(fields: dict[str, Any]) -> tuple:
+    """Calls the function that rope_type names, with (head_dim, layer), for every layer."""
+    field, name = "config.model.rope_type", fields["model.rope_type"]
+    function = load_function(field, name)
+    layers = []
+    kinds = repeat_pattern(fields["model.layer_types"], fields["model.num_layers"])
+    for number, kind in enumerate(kinds):
+        wide = None if kind == SLIDING else fields["model.global_head_dim"]
+        try:
+            rows = function.call(wide or fields["model.head_dim"], number)
+            layers.append(rows.tolist() if hasattr(rows, "tolist") else rows)
+        except Exception as error:
+            problem = f"layer {number}: {function.describe(error)}"
+            raise usage_error(field, name, problem, "mend the function") from error
+    return tuple(layers)
+
+
+def _make_spec(fields: dict[str, Any], check_place: Callable[[str, str], Any]) -> Spec:
+    fields = {name: _to_tuple(value) for name, value in fields.items()}
     check_run(fields)
     groups: dict[str, dict[str, Any]] = {"": {}} | {group: {} for group in GROUPS}
     for name, value in fields.items():
@@ -121,6 +159,11 @@ def _make_spec(config: ConfigDict, check_place: Callable[[str, str], Any]) -> Sp
     for name, place in parts["data"].places().items():
         check_place(f"config.{name}", place)
     return Spec(**run, **parts, model=ModelSpec(**model))  # the last one, for it imports JAX
+
+
+def _to_tuple(value: Any) -> Any:
+    """Makes tuples of lists, at every depth."""
+    return tuple(map(_to_tuple, value)) if isinstance(value, list | tuple) else value
 
 
 def to_config(spec: Spec) -> ConfigDict:
@@ -195,7 +238,7 @@ def shrink_for_laptop(config: ConfigDict, size: str) -> ConfigDict:
         choose = "--config.data.dataset and .data_dir choose another"
         log.info("tiny: python_docs replaces %s; %s", data.dataset, choose)
         data.update({"dataset": "python_docs", "data_dir": "", "mixture": (), "template": ""})
-        data.update({"separator": "", "loss_on": "all", "store": ""})
+        data.update({"separator": "", "pattern": "", "loss_on": "all", "store": ""})
     if data.tokenizer != "byte":
         log.info("tiny: the byte tokenizer replaces %s", data.tokenizer)
         data.tokenizer = "byte"

@@ -98,7 +98,10 @@ class Stopped(Exception):
 def usage_error(field: str, value, problem: str, remedy: str = "") -> UsageError:
     """Makes the one line about a flag or a config field: "FIELD=VALUE: PROBLEM; REMEDY"."""
     ending = f"; {remedy}" if remedy else ""
-    return UsageError(f"{field}={value}: {problem}{ending}")
+    shown = str(value)
+    if len(shown) > 300:
+        shown = f"{shown[:300]}.."
+    return UsageError(f"{field}={shown}: {problem}{ending}")
 
 
 def vmem_error(message: str) -> UsageError | None:

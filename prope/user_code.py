@@ -47,7 +47,7 @@ def load_function(field: str, name: str) -> UserFunction:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+        missing = isinstance(error, ModuleNotFoundError) and error.name
         if missing and f"{module_name}.".startswith(f"{missing}."):
             remedy = f"put its file into {folder}, from where the command runs; write no .py"
             raise usage_error(field, name, f"there is no module {missing}", remedy) from None
@@ -55,11 +55,8 @@ def load_function(field: str, name: str) -> UserFunction:
         raise usage_error(field, name, problem, "mend it") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        hint = nearest(function_name, names)
-        listed = ", ".join(names) or "none"
-        problem = f"{module_name} has no function {function_name}{hint}; it has {listed}"
-        raise usage_error(field, name, problem)
+        hint = nearest(function_name, vars(module))
+        raise usage_error(field, name, f"{module_name} has no function {function_name}{hint}")
     file = inspect.getsourcefile(module) if getattr(module, "__file__", None) else None
     if file is None or not os.path.exists(file):
         problem = f"{module_name} has no .py file, by which its changes are noticed"
@@ -73,7 +70,9 @@ def _describe(error: BaseException, file: str = "") -> str:
 
     Without `file` it is the line that has raised it.
     """
+    text = f"{type(error).__name__}: {first_line(error)}"
+    if isinstance(error, SyntaxError):  # which names its own place
+        return text
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if frame.filename == file] or frames
-    place = f"{os.path.basename(frames[-1].filename)} line {frames[-1].lineno}"
-    return f"{type(error).__name__}: {first_line(error)} ({place})"
+    return f"{text} ({os.path.basename(frames[-1].filename)} line {frames[-1].lineno})"

@@ -122,8 +122,9 @@ def _round(number: str) -> float:
 def _describe_run(run: Run, T: int) -> dict:
     """Collects fields of a run that tell its encoding and its training.
 
-    `frequencies` [L][P] are those of each layer in sequences of T tokens. `kinds` are the layers
-    that have the same ones and the same window, in the order of their first layers.
+    `frequencies` [L][P] are those of each layer in sequences of T tokens, the largest over its key
+    heads; where these differ, `head_frequencies` [L][K][P] are theirs. `kinds` are the layers that
+    have the same ones and the same window, in the order of their first layers.
     """
     model = run.spec.model
     layers = model.layers_at(T)
@@ -136,8 +137,10 @@ def _describe_run(run: Run, T: int) -> dict:
             "rope_percentage": layer.rope_percentage,
             "rotated_pairs": layer.num_rotated,
         }
-        kind = kinds.setdefault((layer.window, *layer.frequencies), values)
+        kind = kinds.setdefault((layer.window, layer.frequencies.tobytes()), values)
         kind["layers"].append(layer.number)
+    by_head = [layer.frequencies.tolist() for layer in layers]
+    differ = any(row != rows[0] for rows in by_head for row in rows)
     return {
         "step": run.step,
         "dtype": "float32",
@@ -147,7 +150,8 @@ def _describe_run(run: Run, T: int) -> dict:
         "max_wavelength": model.max_wavelength,
         "seed": run.spec.seed,
         "trained_on": run.spec.data.seq_len,
-        "frequencies": [layer.frequencies.tolist() for layer in layers],
+        "frequencies": [layer.frequencies.max(axis=0).tolist() for layer in layers],
+        **({"head_frequencies": by_head} if differ else {}),
         "kinds": list(kinds.values()),
     }
 

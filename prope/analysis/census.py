@@ -7,7 +7,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from prope.analysis.channels import strengths
+from prope.analysis.channels import by_query_head, strengths
 from prope.analysis.measures import FROM, Measures, Scoring, View
 from prope.spec.layers import Layer
 
@@ -37,8 +37,9 @@ def score_heads(
                             depends on what tokens are; otherwise ""
     """
     strength = strengths(measures, scoring)
-    quarter = len(layer.frequencies) // 4
-    fast = strength[:, :quarter] @ (layer.frequencies[:quarter] > 0)
+    quarter = strength.shape[1] // 4
+    rotates = by_query_head(layer.frequencies > 0, strength)
+    fast = (strength * rotates)[:, :quarter].sum(axis=1)
     total = strength.sum(axis=1)
     fast_share = fast / np.maximum(total, 1e-30)
     head_of = [None] * len(strength)

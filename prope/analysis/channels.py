@@ -29,10 +29,10 @@ def strengths(measures: Measures, scoring: Scoring) -> np.ndarray:
     """
     query = np.asarray(measures.query_norms, np.float64)
     key = np.asarray(measures.key_norms, np.float64)
-    return query * _by_query_head(key, query) * scoring.scale
+    return query * by_query_head(key, query) * scoring.scale
 
 
-def _by_query_head(keys: np.ndarray, queries: np.ndarray) -> np.ndarray:
+def by_query_head(keys: np.ndarray, queries: np.ndarray) -> np.ndarray:
     """Repeats rows of key heads for the query heads that attend to them."""
     return np.repeat(keys, len(queries) // len(keys), axis=0)
 
@@ -50,26 +50,25 @@ def strongest_channels(
     to_first, to_others     contributions to the logit of the first token, and on average to those
                             of the others
     """
-    freqs = layer.frequencies
-    P = len(freqs)
     strength = strengths(measures, scoring)
+    P = strength.shape[1]
+    freqs = by_query_head(layer.frequencies, strength)
     total = strength.sum(axis=1, keepdims=True)
     by_pair = {
         "strength": strength,
         "share": strength / np.maximum(total, 1e-30),
         "query_norm": measures.query_norms,
-        "key_norm": _by_query_head(measures.key_norms, strength),
+        "key_norm": by_query_head(measures.key_norms, strength),
         "to_first": measures.to_first,
         "to_others": measures.to_others,
     }
-    slow = np.flatnonzero((np.arange(P) >= P // 2) | (freqs == 0))
-    order = np.argsort(-strength[:, slow], axis=None)
+    is_slow = (np.arange(P)[None] >= P // 2) | (freqs == 0)
+    order = np.argsort(-np.where(is_slow, strength, -1.0), axis=None, kind="stable")
     records = []
-    for index in order[:count].tolist():
-        head, place = divmod(index, len(slow))
-        pair = int(slow[place])
+    for index in order[: min(count, is_slow.sum())].tolist():
+        head, pair = divmod(index, P)
         record = {"layer": layer.number, "head": head, "pair": pair}
-        record["frequency"] = float(freqs[pair])
+        record["frequency"] = float(freqs[head, pair])
         record["largest_rotation"] = record["frequency"] * (scoring.reach(seq_len) - 1)
         record |= {name: float(values[head, pair]) for name, values in by_pair.items()}
         records.append(record)
@@ -149,7 +148,9 @@ def _describe_channel(
     |..| cos(psi - r): first 0 at r = psi + pi / 2.
     """
     layer, head, pair = place
-    frequency = float(walk.layers[layer].frequencies[pair])
+    N = walk.spec.num_heads
+    freqs = walk.layers[layer].frequencies
+    frequency = float(freqs[head * len(freqs) // N, pair])
     vectors = lanes.astype(np.float64).view(complex)[..., 0]
     query, key, _, rotated_query, rotated_key = vectors
     mean = query[:, 1:].mean()

@@ -111,9 +111,8 @@ class Walk:
         """
         params = self._layer_params(number)
         layer = self.layers[number]
-        indices = self._tables.indices
-        index = None if indices is None else indices[number]
-        table = np.asarray(self._tables.choose(layer.kind, index))
+        arrays = {name: rows[number] for name, rows in self._tables.per_layer.items()}
+        table = np.asarray(self._tables.choose(layer, arrays))
         after = []
         results = []
         for batch, rows in enumerate(stream):

@@ -556,7 +556,8 @@ def _changed_by(family: Family, model: ModelSpec, ropes: list[dict]) -> dict[str
     }
     if not _has_ropes(family, model.kinds, ropes):
         name = _rope_field(model)
-        changed[name] = "one number" if name == "rope_percentage" else getattr(ModelSpec, name)
+        is_each = name in ("rope_percentage", "rope_pairs", "rope_frequencies")
+        changed[name] = "one for all layers" if is_each else getattr(ModelSpec, name)
     if family.needs_divisor and model.embed_dim % model.num_heads:
         changed["num_heads"] = "a divisor of embed_dim"
     return changed
@@ -576,8 +577,9 @@ def _rope_field(model: ModelSpec) -> str:
     """Names the field that gives layers different rotations."""
     if isinstance(model.rope_percentage, tuple):
         return "rope_percentage"
-    fields = ("local_max_wavelength", "local_rope_percentage", "rope_scaling_type", "logit_scale")
-    set_fields = (field for field in fields if getattr(model, field) not in (None, "none"))
+    fields = ("rope_pairs", "rope_frequencies", "local_max_wavelength", "local_rope_percentage")
+    fields += ("rope_scaling_type", "logit_scale")
+    set_fields = (field for field in fields if getattr(model, field) not in (None, "none", "", ()))
     return next(set_fields, "global_head_dim")
 
 

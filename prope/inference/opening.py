@@ -7,6 +7,7 @@ losses.py evaluates losses, asking.py tasks.
 
 import dataclasses
 import functools
+import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from etils import epath
 
 from prope import sharding
+from prope.config import read_pairs
 from prope.encodings import INTERVENTIONS, SCALINGS, can_rescale
 from prope.errors import log, usage_error
 from prope.inference.options import ENCODINGS, Options
@@ -29,7 +31,7 @@ from prope.workdir.checkpoints import list_steps
 from prope.workdir.records import find_evaluation, read_jsonl
 from prope.workdir.run import Run, find_runs, open_run
 
-_CHANGED_BY_FLAGS = ("model.dtype", "data.bos_every_window")
+_CHANGED_BY_FLAGS = ("model.dtype", "model.rope_pairs", "data.bos_every_window")
 _BANDS = 8  # that --intervene tries where it names none
 
 
@@ -153,6 +155,15 @@ def rescale(model: ModelSpec, encoding: str, length: int, factor: float = 1.0) -
     return dataclasses.replace(model, **fields)
 
 
+def keep_pairs(model: ModelSpec, pairs: str) -> ModelSpec:
+    """Returns the model of which some pairs alone rotate: --pairs, a file or rope_pairs."""
+    if model.rope_pairs:
+        problem = f"the run has config.model.rope_pairs={model.rope_pairs[:40]} of its own"
+        raise usage_error("--pairs", pairs, problem, "leave it out")
+    text = read_pairs("--pairs", pairs) if pairs.endswith(".json") else pairs
+    return dataclasses.replace(model, rope_pairs=text)
+
+
 def cannot_change(model: ModelSpec, encoding: str | None) -> str:
     """Says why a run's encoding cannot be changed to this one; empty where it can."""
     scaling = model.rope_scaling_type
@@ -198,6 +209,8 @@ def specs_by_length(spec: Spec, options: Options, encoding: str | None) -> dict[
     trained = spec.data.seq_len
     length = spec.data.position_range or trained
     plain = for_this_machine(spec.model, options.dtype)
+    if options.pairs is not None:
+        plain = keep_pairs(plain, options.pairs)
     if encoding:
         original = rescale(plain, encoding, length).original_seq_len or trained
         if plain.rope_scaling_type != "none":  # from the original length to that of training
@@ -262,6 +275,8 @@ def _cache_key(run: Run, encoding: str | None, evaluation) -> dict:
     ours = evaluation.spec.flat()
     theirs = run.spec.flat()
     changed = {name: ours[name] for name in _CHANGED_BY_FLAGS if ours[name] != theirs[name]}
+    if "model.rope_pairs" in changed:  # of all heads, they are long
+        changed["model.rope_pairs"] = hashlib.sha256(model.rope_pairs.encode()).hexdigest()[:12]
     if changed:
         key["changed"] = changed
     return key

@@ -22,6 +22,7 @@ class Options:
     seq_len: str | None = None
     encoding: str | None = None
     intervene: str | None = None
+    pairs: str | None = None
     factor: float | None = None
     dtype: str | None = None
     again: bool = False
@@ -60,6 +61,12 @@ def define_flags(file: str) -> None:
         "stop, remove or interpolate bands of pairs, as in stop:16-19,remove:0-3+9; without a "
         "band, every eighth of the pairs in turn. @full, @sliding, @3 or @0-5 names layers, as "
         "in stop:64-127@full",
+    )
+    flags.DEFINE_string(
+        "pairs",
+        None,
+        "which pairs rotate, of those of the run: a file of prope.choose, or as in "
+        "config.model.rope_pairs",
     )
     factor = (
         "of --encoding or --intervene=interpolate: how many times longer the text is than in "

@@ -17,7 +17,16 @@ from prope.pages.drawing import (
     show_image,
     styles,
 )
-from prope.pages.heads import FAST_SHARE, SCORES, channel, heads, longest, maps, name_of
+from prope.pages.heads import (
+    FAST_SHARE,
+    SCORES,
+    channel,
+    heads,
+    longest,
+    maps,
+    name_of,
+    rotated_of_head,
+)
 
 KINDS = {kind: f"mostly on {words}" for kind, words in SCORES.items()}
 KINDS |= {"semantic": "semantic", "": "none"}
@@ -95,7 +104,7 @@ def stack_rows(rows: list, mode: str = "constant", **options) -> np.ndarray:
 
 
 def rotated_by_layer(analysis: dict) -> np.ndarray:
-    """Returns which pairs of the measured layers rotate, [L, P].
+    """Returns which pairs of the measured layers rotate, [L, P], those of any head.
 
     A layer with fewer pairs than others has no border where they end.
     """
@@ -137,14 +146,14 @@ def usage_by_head(analysis: dict, drawn: set[tuple[int, int]]) -> Picture:
             labels = []
             rows = []
             ends = []
-            for layer, rotated in zip(analysis["layers"], rotated_by_layer(analysis), strict=True):
+            for layer in analysis["layers"]:
                 sharing = len(layer["query_norms"]) // len(layer[name])
                 for head in sorted({head // sharing for at, head in drawn if at == layer["layer"]}):
                     labels.append(f"{layer['layer']}.{head}")
                     rows.append(layer[name][head])
-                    ends.append(rotated)
+                    ends.append(rotated_of_head(analysis, layer, head, len(layer[name])))
             values = stack_rows(rows, constant_values=np.nan)
-            borders = None if "values" in kind else np.array(ends)
+            borders = None if "values" in kind else stack_rows(ends, "edge")
             draw_heatmap(axes, values, kind, "layer.head", labels, borders)
 
     caption = (

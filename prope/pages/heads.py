@@ -64,8 +64,9 @@ def heads(analysis: dict) -> Picture:
             label_ticks(top.yaxis, positions)
             title = f"head {name_of(head)}:\n{_WEIGHTS[score]} {record[score]:.2f}"
             top.set(title=title, xlabel="key", ylabel="query")
-            rotated = np.array(analysis["frequencies"][head["layer"]]) > 0
-            _draw_norms(below, layers[head["layer"]], head["head"], rotated)
+            layer = layers[head["layer"]]
+            rotated = rotated_of_head(analysis, layer, head["head"], len(layer["query_norms"]))
+            _draw_norms(below, layer, head["head"], rotated)
         axes[1, 0].legend()
 
     caption = (
@@ -74,6 +75,14 @@ def heads(analysis: dict) -> Picture:
     )
     alt = f"Maps and norms of heads {', '.join(map(name_of, shown))}."
     return Picture("heads", "Chosen heads", alt, caption, draw, (2.55 * across, 5.0 * blocks))
+
+
+def rotated_of_head(analysis: dict, layer: dict, head: int, num_heads: int) -> np.ndarray:
+    """Returns which pairs of a head rotate, [P]: of one of `num_heads` queries, or of keys."""
+    if "head_frequencies" not in analysis:  # of files before these, too
+        return np.array(analysis["frequencies"][layer["layer"]]) > 0
+    key_head = head * len(layer["key_norms"]) // num_heads
+    return np.array(analysis["head_frequencies"][layer["layer"]][key_head]) > 0
 
 
 def _draw_norms(axes, layer: dict, head: int, rotated: np.ndarray) -> None:
@@ -137,11 +146,12 @@ def _attention_picture(analysis: dict, head: dict, labels: list[str]) -> Picture
 
 
 def _norms_picture(analysis: dict, head: dict, labels: list[str]) -> Picture:
-    freqs = np.array(analysis["frequencies"][head["layer"]])
+    (layer,) = [layer for layer in analysis["layers"] if layer["layer"] == head["layer"]]
+    rotates = rotated_of_head(analysis, layer, head["head"], len(layer["query_norms"]))
     norms = {kind: np.array(head[f"{kind}_norms"]) for kind in ("query", "key")}
 
     def draw(figure):
-        rotated = np.tile(freqs > 0, (len(labels), 1))
+        rotated = np.tile(rotates, (len(labels), 1))
         row = panels(figure, 2, sharey=True)[0]
         for axes, kind in zip(row, norms, strict=True):
             draw_heatmap(axes, norms[kind], f"norms of the {kind}", "token", labels, rotated)

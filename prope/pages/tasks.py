@@ -79,7 +79,7 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
 
 def _slowest_period(run: Run) -> float:
     """Computes the number of tokens in which the slowest pair that rotates comes round."""
-    freqs = np.concatenate([layer.frequencies for layer in run.spec.model.layers])
+    freqs = np.concatenate([layer.frequencies.ravel() for layer in run.spec.model.layers])
     if not freqs.any():
         return math.inf
     return 2 * math.pi / freqs[freqs > 0].min()

@@ -22,9 +22,8 @@ GENERATED = {
     ),
 }
 # Fields that each source of a mixture has for itself.
-_SOURCE_FIELDS = (
-    *("dataset", "data_dir", "text_feature", "template", "separator", "loss_on", "store"),
-)
+_SOURCE_FIELDS = ("dataset", "data_dir", "pattern", "text_feature", "template", "separator")
+_SOURCE_FIELDS += ("loss_on", "store")
 _MIXTURE_FIELDS = ("weight", *_SOURCE_FIELDS)
 
 _IDS = rule(lambda ids: all(type(i) is int and i >= 0 for i in ids), "must be ids, such as (106,)")
@@ -47,10 +46,18 @@ class DataSpec:
         "prope/data/tasks or mix",
     )
     data_dir: str = setting(
-        "", "folder or gs:// URL of the TFDS data or of the files", may_change=True
+        "",
+        "folder or gs:// URL of the TFDS data or of the files, which may be on the Hub, too: "
+        "hf://datasets/OWNER/NAME@REVISION/PATH",
+        may_change=True,
+    )
+    pattern: str = setting(
+        "",
+        "files to read by their paths in data_dir, as **/*.md, where ** is any folders; empty: "
+        "those of text",
     )
     text_feature: str = setting(
-        "text", "feature of a TFDS record, or key of a JSON line, that holds the text"
+        "text", "column of a table, key of a JSON line, or feature of a TFDS record: the text"
     )
     template: str = setting(
         "", 'instead of text_feature: features in braces, as in "Q: {inputs}\\nA: {targets}"'
@@ -170,9 +177,9 @@ def override_dataset(data: DataSpec, dataset: str | None, data_dir: str | None) 
         raise usage_error("--data_dir", data_dir, problem, "give --dataset, too")
     fields: dict[str, Any] = {}
     if dataset is not None:
-        separator = data.separator if dataset == data.dataset else ""
-        fields = {"mixture": (), "template": "", "separator": separator, "loss_on": "all"}
-        fields |= {"dataset": dataset}
+        fields = {"mixture": (), "template": "", "loss_on": "all", "dataset": dataset}
+        if dataset != data.dataset:
+            fields |= {"separator": "", "pattern": ""}
     if dataset is not None or data_dir is not None:
         fields |= {"data_dir": data_dir or "", "store": ""}
     return dataclasses.replace(data, **fields)
@@ -221,7 +228,9 @@ def _check_source(source: dict, prefix: str) -> None:
         problem += "a folder of text is dataset=files with data_dir=FOLDER"
         require("data_dir", bool(source["data_dir"] or source["store"]), problem)
     if dataset != "files":
-        unused += ("separator",)
+        unused += ("separator", "pattern")
+        is_hub = source["data_dir"].startswith("hf://")
+        require("data_dir", not is_hub, "the Hub is read by dataset=files alone")
     for name in unused:
         require(name, not source[name], f"has no effect with {prefix}dataset={dataset}; remove it")
     require("loss_on", source["loss_on"] in LOSS_ON, f"must be one of {', '.join(LOSS_ON)}")

@@ -67,7 +67,19 @@ class ModelSpec:
     rope_type: str = setting(
         "proportional",
         "proportional (p-RoPE) | partial | reversed | cutoff | hard_clip | cope | rope_id: see "
-        "prope/encodings.py",
+        "prope/encodings.py; or custom: rope_frequencies, or those that my_module:function returns "
+        "for (head_dim, layer), which config.json then has",
+    )
+    rope_frequencies: tuple = setting(
+        (),
+        "for rope_type=custom: radians per token of the P pairs; or for each layer these, or those "
+        "of each of its key heads",
+    )
+    rope_pairs: str = setting(
+        "",
+        "which of these pairs rotate, as in 0-15,20; by key head, with spaces between, and by "
+        "layer, with semicolons; or a file of prope.choose, whose pairs config.json then has; "
+        "empty: all",
     )
     rope_cutoff: float | None = setting(
         None, "for rope_type=cutoff: pairs rotate whose period is at most this x original_seq_len"
@@ -261,19 +273,28 @@ class ModelSpec:
 
     @property
     def rotated_pairs(self) -> int | list[int]:
-        """How many pairs every layer rotates, [L]; one number where all have one encoding."""
+        """How many pairs every layer rotates, [L]; one number where all have one encoding.
+
+        Where its heads differ, that of a layer is a list.
+        """
         pairs = [layer.num_rotated for layer in self.layers]
         one_p = not isinstance(self.rope_percentage, tuple)
-        one_encoding = one_p and not self.layer_types and len(set(pairs)) == 1
+        one_encoding = one_p and not self.layer_types and pairs == pairs[:1] * len(pairs)
         return pairs[0] if one_encoding else pairs
 
     @property
     def rotated_share(self) -> str:
-        """How many pairs rotate: "24 of 32"; "8 or 32 of 32" where layers differ."""
+        """How many pairs rotate: "24 of 32"; where they differ "8 or 32 of 32", "3 to 19 of 32"."""
         counts: dict[int, set[int]] = {}
         for layer in self.layers:
-            counts.setdefault(layer.head_dim // 2, set()).add(layer.num_rotated)
-        parts = [f"{' or '.join(map(str, sorted(counts[P])))} of {P}" for P in sorted(counts)]
+            rotated = (layer.frequencies > 0).sum(axis=1).tolist()
+            counts.setdefault(layer.head_dim // 2, set()).update(rotated)
+        parts = []
+        for P, values in sorted(counts.items()):
+            text = f"{min(values)} to {max(values)}"
+            if len(values) < 3:
+                text = " or ".join(map(str, sorted(values)))
+            parts.append(f"{text} of {P}")
         return " and ".join(parts)
 
     def describe_rotation(self) -> str:
@@ -353,14 +374,17 @@ class ModelSpec:
             except ValueError as error:
                 problem, _, remedy = str(error).partition("; ")
                 self._refuse("scaled_pairs", problem, remedy)
-        try:  # a ValueError begins with the field
+        try:
             _ = self.layers
-        except ValueError as error:
+        except ValueError as error:  # which begins with the field, and perhaps its value
+            name, _, problem = str(error).partition(": ")
+            if name in encodings.FIELDS:
+                self._refuse(name, problem)
             raise UsageError(f"config.model.{error}") from None
 
     def _check_fields_of_encoding(self, encodings) -> None:
         """Checks that the fields which rope_type and the like take have values, and no others."""
-        required = {*encodings.CHOICES, "layer_types"}
+        required = {*encodings.CHOICES, "layer_types", "rope_pairs"}
         for field, kinds in encodings.CHOICES.items():
             required |= set(kinds[getattr(self, field)])
         optional = set()

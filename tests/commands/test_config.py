@@ -288,7 +288,7 @@ def test_slow_pairs_turn_as_often_as_they_say():
     assert len(page["GRID"]) == 23, "wavelengths, lengths and cutoffs, without the one that is RoPE"
 
     def frequencies(argument):
-        return resolve(page["get_config"](argument)).model.layers[0].frequencies
+        return resolve(page["get_config"](argument)).model.layers[0].frequencies[0]
 
     kept = frequencies("cutoff_1-10000-512")
     rotated = kept[kept > 0]
@@ -379,7 +379,7 @@ def test_what_makes_another_run(name):
 
 # What other tests go through, member by member.
 TABLES = [
-    (TYPES, "proportional partial reversed cutoff hard_clip cope rope_id"),
+    (TYPES, "proportional partial reversed cutoff hard_clip cope rope_id custom"),
     (SCALINGS, "none linear ntk dynamic yarn llama3 stop remove interpolate"),
     (LOGIT_SCALES, "none yarn drope"),
     (

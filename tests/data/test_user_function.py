@@ -84,7 +84,7 @@ def test_rows_that_cannot_be_used(tmp_path, module, body, mentions):
     [
         ("no_text:documents", "there is no module no_text; put its file into {root}"),
         ("own_text.py:documents", "there is no module own_text.py; "),
-        ("own_text:document", "no function document (did you mean documents?); it has documents"),
+        ("own_text:document", "no function document (did you mean documents?)"),
         ("own_text:texts", "own_text has no function texts"),
         ("needs:f", "ModuleNotFoundError: No module named 'absent' (needs.py line 3)"),
         ("wrong:f", "wrong cannot be imported: SyntaxError: "),

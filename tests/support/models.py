@@ -181,8 +181,10 @@ def small(**fields):
 
 
 def frequencies_of(spec, seq_len=None):
-    """The frequencies of every layer, for sequences of this length."""
-    return [layer.frequencies for layer in spec.layers_at(seq_len)]
+    """The frequencies [P] of every layer, for sequences of this length, where heads share them."""
+    layers = spec.layers_at(seq_len)
+    assert all((layer.frequencies == layer.frequencies[0]).all() for layer in layers)
+    return [layer.frequencies[0] for layer in layers]
 
 
 def initial_params(spec, seed=0):

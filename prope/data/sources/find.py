@@ -8,6 +8,7 @@ synthetic/TASK and longcontext/TASK have no documents: prope/data/tasks generate
 from prope.data.sources.base import Source, TextRule
 from prope.data.sources.files import files
 from prope.data.sources.python_library import python_docs, python_source
+from prope.data.sources.remote import hub_errors, is_hub, pin_commit
 from prope.data.sources.tfds import download_hint, tfds_source
 from prope.data.sources.user_function import user_documents
 from prope.errors import usage_error
@@ -30,14 +31,18 @@ def find_source(data: DataSpec) -> Source:
         problem = "is generated while it is read, and has no text"
         raise usage_error("config.data.dataset", data.dataset, problem)
     folder = as_path("config.data.data_dir", data.data_dir or ".")
+    cache = data.cache_dir or str(local_cache())
     rule = TextRule(data.text_feature, data.template, data.loss_on, data.separator)
 
     def find() -> Source:
+        if is_hub(folder):
+            with hub_errors(folder):
+                return files(pin_commit(folder), rule, data.pattern, cache)
         is_there = any(folder.iterdir()) if is_url(folder) else folder.is_dir()
         if not data.data_dir or not is_there:
             raise FileNotFoundError
         if data.dataset == "files":
-            return files(folder, rule, data.cache_dir or str(local_cache()))
+            return files(folder, rule, data.pattern, cache)
         return tfds_source(data.dataset, folder, rule)
 
     try:

@@ -1,0 +1,277 @@
+"""Chooses which pairs of every key head rotate; `prope.choose` is its command.
+
+A rule scores a pair by the mean norms of its queries and keys, by its frequency, and by the
+distances at which keys are seen; the pairs of the highest scores rotate on, the others stand.
+
+Axes: L layers, N query heads, K key heads, P pairs, S distances.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from prope.analysis.sequences import read_sequences
+from prope.analysis.walk import Walk
+from prope.errors import log, usage_error
+from prope.inference.losses import LossOptions, evaluations
+from prope.inference.opening import check_folder, results_folder
+from prope.inference.paired import paired_difference
+from prope.model import Captured
+from prope.pages.drawing import Picture, height, label_ticks, panels, show_image
+from prope.runtime import processes
+from prope.runtime.files import as_path, read_json, write_atomic
+from prope.sharding import constrain
+from prope.spec.layers import format_pairs
+from prope.spec.model import ModelSpec
+from prope.workdir.run import Run, open_run
+
+# --- Rules: functions of the norms of queries and keys, the frequencies, [K, P], and distances [S]
+
+
+def change(query, key, freqs, distances) -> np.ndarray:
+    """How much the scores of attention change, at most, where a pair stands instead of rotating.
+
+    That is |q| |k| (1 - cos(f d)), averaged over distances d with weights 1 / d.
+    """
+    turned = 1 - np.cos(freqs[..., None] * distances)
+    return query * key * np.average(turned, axis=-1, weights=1 / distances)
+
+
+def norm(query, key, freqs, distances) -> np.ndarray:
+    """What a pair can add to a score, |q| |k| (MHA2MLA, 2502.14837)."""
+    return query * key
+
+
+def fast(query, key, freqs, distances) -> np.ndarray:
+    """The frequency: p-RoPE."""
+    return freqs
+
+
+def slow(query, key, freqs, distances) -> np.ndarray:
+    """The period: the fastest pairs stand first."""
+    return -freqs
+
+
+def uniform(query, key, freqs, distances) -> np.ndarray:
+    """Evenly spread pairs, for any number of them: by the index with its bits reversed."""
+    P = freqs.shape[-1]
+    bits = (P - 1).bit_length()
+    reversed_index = [int(f"{pair:0{bits}b}"[::-1], 2) for pair in range(P)]
+    return np.broadcast_to(-np.array(reversed_index, float), freqs.shape)
+
+
+RULES: dict[str, Callable] = {rule.__name__: rule for rule in (change, norm, fast, uniform, slow)}
+PER = ("head", "layer", "model")
+
+
+def score_pairs(model: ModelSpec, norms: list[dict], rule: str, T: int) -> list[np.ndarray]:
+    """Scores every pair of every key head, [L][K, P].
+
+    Layers that take the keys of another have the scores of its keys: the sum over all their
+    queries. `norms` has for each layer `query_norms` [N, P] and `key_norms` [K, P], as
+    analysis.json; T is the length in which they were measured.
+    """
+    scores = []
+    for layer, measured in zip(model.layers, norms, strict=True):
+        key = np.array(measured["key_norms"])
+        query = np.array(measured["query_norms"])
+        query = query.reshape(len(key), -1, key.shape[1]).mean(axis=1)
+        scale = (model.attention_scale or layer.head_dim**-0.5) * layer.logit_scale
+        reach = min(layer.window or T, T)
+        distances = np.arange(1, max(reach, 2))
+        scores.append(RULES[rule](scale * query, key, layer.frequencies, distances))
+    sources = [layer.kv_source for layer in model.layers]
+    summed = [np.zeros_like(score) for score in scores]
+    for source, score in zip(sources, scores, strict=True):
+        summed[source] += score
+    return [summed[source] for source in sources]
+
+
+def keep_highest(model: ModelSpec, scores: list[np.ndarray], share: float, per: str) -> list:
+    """Chooses the pairs that rotate, bool [L][K, P]: this share of those of every head.
+
+    Per layer its heads keep the same pairs; per model a head keeps as many as its scores deserve.
+    """
+    if per == "layer":
+        scores = [np.broadcast_to(score.mean(axis=0), score.shape) for score in scores]
+    if per != "model":
+        return [_rank(score) < round(share * score.shape[1]) for score in scores]
+    own = [layer.number for layer in model.layers if not layer.shares_kv]
+    flat = np.concatenate([scores[number].ravel() for number in own])
+    ends = np.cumsum([scores[number].size for number in own])
+    parts = np.split(_rank(flat) < round(share * len(flat)), ends[:-1])
+    kept = {n: part.reshape(scores[n].shape) for n, part in zip(own, parts, strict=True)}
+    return [kept[layer.kv_source] for layer in model.layers]
+
+
+def _rank(scores: np.ndarray) -> np.ndarray:
+    """Ranks scores along the last axis, from 0, the highest."""
+    return (-scores).argsort(axis=-1, kind="stable").argsort(axis=-1)
+
+
+# --- Norms ----------------------------------------------------------------------------------------
+
+
+@jax.jit
+def _mean_norms(captured: Captured) -> tuple[jax.Array, jax.Array]:
+    """Averages the 2-norm of every pair over tokens: queries [B, N, P] and keys [B, K, P]."""
+    norms = []
+    for heads in (captured.query, captured.key):
+        lanes = heads.reshape(*heads.shape[:-1], 2, heads.shape[-1] // 2)
+        norms.append(constrain(jnp.linalg.norm(lanes, axis=-2).mean(axis=1), "TTT"))
+    return tuple(norms)
+
+
+def measure_norms(run: Run, sequences: np.ndarray) -> list[dict]:
+    """Runs the model over sequences [B, T]; returns mean norms of every layer, as analysis.json."""
+    walk = Walk(run, sequences)
+    x = walk.enter()
+    norms = []
+    for layer in walk.layers:
+
+        def on_layer(batch: int, captured: Captured) -> tuple:
+            return jax.device_get(walk.run(_mean_norms, captured))
+
+        x, batches = walk.layer(layer.number, x, on_layer=on_layer)
+        parts = zip(*batches, strict=True)
+        query, key = (np.concatenate(part)[: len(sequences)].mean(axis=0) for part in parts)
+        norms.append({"query_norms": query, "key_norms": key})
+    return norms
+
+
+# --- The command ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ChooseOptions:
+    """What to choose and by which text; the fields are the flags of prope.choose."""
+
+    workdir: str
+    rule: str
+    keep: float
+    per: str
+    analysis: str | None
+    step: int | None
+    sequences: int
+    seq_len: int | None
+    dataset: str | None
+    data_dir: str | None
+    text: str | None
+    max_windows: int | None
+    dtype: str | None
+    output: str | None
+
+
+def choose_pairs(options: ChooseOptions) -> dict:
+    """Chooses pairs, writes them and evaluates; returns what the command prints."""
+    run = open_run(epath.Path(options.workdir), options.step)
+    model = run.spec.model
+    _check(options, model)
+    folder = results_folder(run.workdir, epath.Path(options.workdir), options.output)
+    check_folder(folder, options.output)
+    if options.analysis:
+        norms, about = _read_norms(options.analysis, model)
+    else:
+        ids, _, text = processes.call_on_first(lambda: read_sequences(run, options, "train"))
+        sequences = np.array(ids, np.int32)
+        about = text | dict(zip(("sequences", "seq_len"), sequences.shape, strict=True))
+        run, norms = run.restore_newest_valid(lambda run: measure_norms(run, sequences))
+    scores = score_pairs(model, norms, options.rule, about["seq_len"])
+    kept = keep_highest(model, scores, options.keep, options.per)
+    counts = {"kept_pairs": int(sum(map(np.sum, kept))), "pairs": int(sum(map(np.size, kept)))}
+    chosen = {
+        **{name: getattr(options, name) for name in ("rule", "per", "keep")},
+        "workdir": str(run.workdir),
+        "step": run.step,
+        "text": about,
+        **counts,
+        "rope_pairs": format_pairs(kept),
+        "scores": [[[float(f"{x:.5g}") for x in head] for head in layer] for layer in scores],
+    }
+    path = folder / "pairs.json"
+    if processes.is_first():
+        write_atomic(path, json.dumps(chosen))
+        write_atomic(folder / "pairs.png", draw_pairs(kept, options.rule).render())
+    fastest = [np.arange(one.shape[1])[None] < round(options.keep * one.shape[1]) for one in kept]
+    losses = _compare(options, run, folder, [None, chosen["rope_pairs"], format_pairs(fastest)])
+    names = ("loss_as_it_is", "loss", "loss_p_rope")
+    return dict(zip(names, losses, strict=True)) | counts | {"output": str(path)}
+
+
+def _check(options: ChooseOptions, model: ModelSpec) -> None:
+    if any((layer.frequencies == 0).any() or layer.removed.any() for layer in model.layers):
+        problem = f"{model.describe_rotation()}: a choice is made where all pairs rotate"
+        raise usage_error(
+            "--workdir", options.workdir, problem, "name the run before its conversion"
+        )
+    smallest = min(layer.head_dim // 2 for layer in model.layers)
+    if round(options.keep * smallest) < 1 and options.per != "model":
+        problem = f"keeps none of the {smallest} pairs of a head"
+        remedy = f"keep {1 / smallest:g} or more, or give --per=model; p = 0 needs no choice"
+        raise usage_error("--keep", options.keep, problem, remedy)
+
+
+def _read_norms(path: str, model: ModelSpec) -> tuple[list[dict], dict]:
+    """Reads the norms of an analysis.json, and which text they are of."""
+    remedy = "run prope.analyze on this model, with all its layers"
+    analysis = read_json(as_path("--analysis", path), remedy)
+    layers = (analysis or {}).get("layers", [])
+    shapes = [np.shape(layer["key_norms"]) for layer in layers]
+    if shapes != [layer.frequencies.shape for layer in model.layers]:
+        problem = f"has {len(layers)} layers, not the model's {model.num_layers}, or other heads"
+        raise usage_error("--analysis", path, problem, remedy)
+    return layers, {name: analysis[name] for name in ("source", "split", "sequences", "seq_len")}
+
+
+def _compare(options: ChooseOptions, run: Run, folder: epath.Path, choices: list) -> list[float]:
+    """Evaluates the run with each choice of pairs, None first; returns losses in nats per token."""
+    losses = []
+    for pairs in choices:
+        loss_options = LossOptions(
+            workdir=options.workdir,
+            step=str(run.step),
+            seq_len=options.seq_len and str(options.seq_len),
+            dataset=options.dataset,
+            data_dir=options.data_dir,
+            split="validation",
+            max_windows=options.max_windows,
+            dtype=options.dtype,
+            pairs=pairs,
+            output=options.output,
+        )
+        (record,) = evaluations(loss_options)
+        losses.append(record)
+    as_it_is, chosen, fastest = losses
+    same = {name: as_it_is[name] for name in ("step", "dataset", "seq_len", "fingerprint")}
+    for name, other in (("as it is", as_it_is), ("with p-RoPE of as many pairs", fastest)):
+        about = same | {"changed": chosen.get("changed")}
+        second = {"changed": other.get("changed")}
+        difference = paired_difference(folder, folder, about=about, second_fields=second)
+        interval = difference.interval()
+        reach = "" if interval is None else " ({:+.4f} to {:+.4f})".format(*interval)
+        log.info("chosen minus %s: %+.4f nats per token%s", name, difference.difference, reach)
+    return [record["loss"] for record in losses]
+
+
+def draw_pairs(kept: list[np.ndarray], rule: str) -> Picture:
+    """Draws which pairs of every key head rotate."""
+    P = max(one.shape[1] for one in kept)
+    rows = [np.pad(row.astype(float), (0, P - len(row))) for one in kept for row in one]
+    labels = [f"{layer}.{head}" for layer, one in enumerate(kept) for head in range(len(one))]
+
+    def draw(figure) -> None:
+        axes = panels(figure, 1)[0, 0]
+        show_image(axes, np.array(rows), aspect="auto", vmax=1)
+        axes.set(xlabel="pair, fastest first", ylabel="layer.key head", title=f"by {rule}")
+        axes.locator_params(axis="x", integer=True)
+        label_ticks(axes.yaxis, labels)
+
+    count = int(sum(map(np.sum, kept)))
+    alt = f"{count} pairs of {len(rows)} key heads rotate."
+    caption = "Bright pairs rotate, dark ones stand."
+    return Picture("pairs", "Chosen pairs", alt, caption, draw, (6, height(len(rows))))
