@@ -10,7 +10,7 @@ Axes: B sequences, T length, D embed_dim, L layers, P pairs.
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -184,6 +184,11 @@ class Walk:
 
     def _global(self, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         return sharding.global_batch(self._mesh, rows, self._batch_size)
+
+
+def mean_over_sequences(batches: Sequence, B: int):
+    """Averages trees of arrays [b, ...] of batches, of which the last is filled up, over B."""
+    return jax.tree.map(lambda *parts: np.concatenate(parts)[:B].mean(axis=0), *batches)
 
 
 def _losses(spec, norm, table, x, targets):
