@@ -20,6 +20,7 @@ from prope.spec.fields import (
     AT_LEAST_1,
     NOT_NEGATIVE,
     POSITIVE,
+    changeable,
     check_fields,
     one_of,
     rule,
@@ -184,27 +185,21 @@ class ModelSpec:
         "dtype of activations and matmuls, float32 | bfloat16; parameters are always float32",
         one_of(*DTYPES),
     )
-    attention: str = setting(
-        "auto", "auto | xla | splash (TPU) | cudnn (NVIDIA)", one_of(*ATTENTION), may_change=True
+    attention: str = changeable(
+        "auto", "auto | xla | splash (TPU) | cudnn (NVIDIA)", one_of(*ATTENTION)
     )
-    global_attention: str | None = setting(
-        None,
-        "attention of layers without a window, if it is another",
-        one_of(*ATTENTION),
-        may_change=True,
+    global_attention: str | None = changeable(
+        None, "attention of layers without a window, if it is another", one_of(*ATTENTION)
     )
-    scan_layers: bool = setting(
-        True,
-        "compile one layer and loop, or unroll all; parameters and result are the same",
-        may_change=True,
+    scan_layers: bool = changeable(
+        True, "compile one layer and loop, or unroll all; parameters and result are the same"
     )
-    remat: str = setting(
+    remat: str = changeable(
         "none",
         "what a layer saves for its backward pass, fastest first: none (everything) | minimal "
         "(wide matmuls and attention) | save_qkv (q, k, v and the output of attention) | full "
         "(only the layer's input)",
         one_of(*REMAT),
-        may_change=True,
     )
     # No config has these: evaluation makes full layers see the last keys and the first ones only.
     test_window: int | None = None
