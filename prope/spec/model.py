@@ -12,7 +12,6 @@ Axes: H head_dim, K key/value heads, F hidden_dim, L layers, P = H / 2 rotation 
 
 import dataclasses
 import functools
-import re
 
 from prope.errors import UsageError, nearest, usage_error
 from prope.spec.fields import (
@@ -26,7 +25,7 @@ from prope.spec.fields import (
     rule,
     setting,
 )
-from prope.spec.kinds import ATTENTION_SUFFIX, LAYER_TYPES, SLIDING, repeat_pattern
+from prope.spec.kinds import ATTENTION_SUFFIX, LAYER_TYPES, SLIDING, parse_interval, repeat_pattern
 
 DTYPES = ("float32", "bfloat16")
 REMAT = ("none", "minimal", "save_qkv", "full")
@@ -248,15 +247,11 @@ class ModelSpec:
 
         Raises ValueError, with the names that there are, where this names none.
         """
-        numbers = list(range(self.num_layers))
+        numbers = range(self.num_layers)
         if which is None:
-            return numbers
+            return list(numbers)
         found = [number for number in numbers if self.kinds[number] == which + ATTENTION_SUFFIX]
-        interval = re.fullmatch(r"(\d+)(?:-(\d+))?", which)
-        if interval:
-            first = int(interval[1])
-            last = int(interval[2] or first)
-            found = numbers[first : last + 1] if last < len(numbers) else []
+        found = found or list(parse_interval(which, self.num_layers))
         if not found:
             present = " and ".join(
                 kind.removesuffix(ATTENTION_SUFFIX) for kind in dict.fromkeys(self.kinds)
@@ -309,9 +304,7 @@ class ModelSpec:
         return self.rope_scaling_factor if factor is None else factor
 
     def _refuse(self, field: str, problem: str, remedy: str = "") -> None:
-        raise usage_error(
-            f"config.model.{field}", getattr(self, field), problem, *filter(None, [remedy])
-        )
+        raise usage_error(f"config.model.{field}", getattr(self, field), problem, remedy)
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
