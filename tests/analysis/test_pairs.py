@@ -55,7 +55,7 @@ def test_rules_that_need_no_text_keep_the_pairs_of_their_names(share):
         "slow": np.arange(8 - r, 8),
         "uniform": np.arange(0, 8, 8 // r),
     }.items():
-        for per in pairs.PER:
+        for per in ("head", "layer", "model"):
             scores = pairs.score_pairs(spec, draw_norms(spec), rule, 64)
             for layer in pairs.keep_highest(spec, scores, share, per):
                 for head in layer:
@@ -85,7 +85,7 @@ def test_the_highest_scores_are_kept_of_heads_layers_or_the_model(rule, fields):
     actual = pairs.score_pairs(spec, norms, rule, T)
     for ours, theirs in zip(actual, scores, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-12)
-    for per in pairs.PER:
+    for per in ("head", "layer", "model"):
         kept = pairs.keep_highest(spec, actual, 0.25, per)
         for layer, one, score in zip(spec.layers, kept, scores, strict=True):
             np.testing.assert_array_equal(one, kept[layer.kv_source])
