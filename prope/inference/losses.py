@@ -30,7 +30,7 @@ from prope.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_t
 from prope.data.windows import Windows
 from prope.errors import log, usage_error
 from prope.inference import paired
-from prope.inference.opening import cut_window, records, specs_by_length
+from prope.inference.opening import records, specs_by_length
 from prope.inference.options import Options
 from prope.kernels.choice import matmul_precision
 from prope.loss import token_losses
@@ -488,7 +488,8 @@ def _open_lengths(
     evaluations = []
     for T, spec in specs.items():
         for window, sinks in options.cuts(spec.model, T):
-            cut = dataclasses.replace(spec, model=cut_window(spec.model, window, sinks))
+            model = dataclasses.replace(spec.model, test_window=window, test_sinks=sinks)
+            cut = dataclasses.replace(spec, model=model)
             # All that the program and its windows depend on; `open_text` reads the run's data, too.
             texts = repr((data, run.spec.data))
             key = (T, state.get("fingerprint"), cut.model, cut.eval.batch_size, texts)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from support.commands import ROOT, logged
-from support.models import ALL_SWITCHES, frequencies_of
+from support.models import ALL_SWITCHES, frequencies_of, num_parameters
 
 from prope import parameters
 from prope.config import (
@@ -23,7 +23,6 @@ from prope.config import (
     set_layer_percentages,
     shrink_for_laptop,
 )
-from prope.cost.flops import num_parameters
 from prope.data.tasks.tasks import TASKS
 from prope.encodings import FIELDS, LOGIT_SCALES, SCALINGS, TYPES
 from prope.hf.families import FAMILIES
