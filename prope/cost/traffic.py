@@ -80,9 +80,7 @@ def _collectives_in(computation: Computation, chips_per_node: int | None) -> Cou
         elif x.opcode == "async-start" and _SYNC not in x.attributes:
             # What it wraps is counted where it stands.
             wrapped = _collectives_in(x.called("calls"), chips_per_node)
-            counts.update(
-                {(kind, "async"): n for (kind, key), n in wrapped.items() if key == "count"}
-            )
+            counts.update({(kind, "async"): wrapped[kind, "count"] for kind, _ in wrapped})
         elif x.opcode == "recv":
             counts.update(_received_from_slices(x))
         elif x.kind in _COLLECTIVES:
