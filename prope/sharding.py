@@ -320,8 +320,7 @@ def all_gather_sequence(rows: jax.Array) -> jax.Array:
     if context_size() == 1:
         return rows
     with jax.named_scope("all_gather_sequence"):
-        gathered = jax.lax.all_gather(rows, "context", tiled=True)
-        return _join_rows(gathered, len(rows))
+        return _join_rows(jax.lax.all_gather(rows, "context", tiled=True), len(rows))
 
 
 def split_heads(rows: jax.Array) -> jax.Array:

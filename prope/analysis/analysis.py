@@ -158,8 +158,7 @@ def _describe_run(run: Run, T: int) -> dict:
 
 def _measure(walk: Walk, options, layers, heads, places, tokens: Tokens) -> dict:
     """Measures the layers; describes the heads and the channels, or the strongest ones."""
-    count = options.channels
-    measured = measure_layers(walk, layers, count, tokens.positions(), tokens.after)
+    measured = measure_layers(walk, layers, options.channels, tokens.positions(), tokens.after)
     views = measured.pop("views")
     reasons = dict.fromkeys(heads, "asked for")
     if not heads:

@@ -208,8 +208,7 @@ def _repeat_step(step: jax.stages.Compiled, prepared: Prepared) -> Callable[[], 
     """Builds a program that takes the next step on one batch; its metrics are ready when all is."""
     spec, mesh, optimizer, shapes = prepared
     shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
-    init = functools.partial(init_state, spec, optimizer)
-    state = jax.jit(init, out_shardings=shardings)()
+    state = jax.jit(functools.partial(init_state, spec, optimizer), out_shardings=shardings)()
     batch = random_batch(spec, mesh)
 
     def program():

@@ -163,8 +163,7 @@ def _has_window(values: dict) -> bool:
 
 
 def _slides_in_qwen(values: dict, number: int) -> bool:
-    first = read_value(values, "max_window_layers", at_least(0))
-    return _has_window(values) and number >= first
+    return _has_window(values) and number >= read_value(values, "max_window_layers", at_least(0))
 
 
 _LLAMA = {

@@ -119,8 +119,7 @@ def run_batches(
       go_on: called before every batch, in all processes alike; after False nothing is read.
     """
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    wanted = min(spec.eval.batch_size, count)
-    batch_size = -(-wanted // shards) * shards
+    batch_size = -(-min(spec.eval.batch_size, count) // shards) * shards
     local_rows = sharding.rows_of_this_process(mesh, batch_size)
     for start in range(0, count, batch_size):
         watchdog.alive(f"sequence {start} of {count}")

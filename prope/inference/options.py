@@ -75,8 +75,7 @@ def define_flags(file: str) -> None:
     flags.DEFINE_float("factor", None, factor, lower_bound=1.0)
     define_dtype()
     flags.DEFINE_boolean("again", False, f"recompute what {file} has")
-    output = "folder for the results, where --workdir is not to be written"
-    command.define_place("output", output)
+    command.define_place("output", "folder for the results, where --workdir is not to be written")
     flags.mark_flags_as_required(["workdir"])
 
 

@@ -58,8 +58,7 @@ def evaluations_of_training(
     and has the fingerprint of its documents. `encoding` is the run's own (None), or UNCONVERTED.
     """
     find = functools.partial(find_evaluations, encoding=encoding)
-    dataset = spec.data.dataset
-    records = find(records, step=step, dataset=dataset, seq_len=spec.data.seq_len)
+    records = find(records, step=step, dataset=spec.data.dataset, seq_len=spec.data.seq_len)
     limited = find(records, max_windows=spec.eval.max_windows)
     fingerprints = [record.get("fingerprint") for record in limited or records]
     return find(records, fingerprint=fingerprints[0]) if fingerprints else []
