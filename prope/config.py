@@ -17,7 +17,7 @@ from prope.spec.data import EMBEDDED, is_generated
 from prope.spec.fields import value_type
 from prope.spec.kinds import SLIDING, repeat_pattern
 from prope.spec.model import ModelSpec
-from prope.spec.run import FIELDS, GROUPS, Spec, check_run, group_of
+from prope.spec.run import FIELDS, GROUPS, Spec, by_group, check_run
 from prope.user_code import is_user_code, load_function
 
 _FUNCTIONS = ("optimizer.schedule",)  # fields that may name a function on which a run depends
@@ -53,8 +53,7 @@ def describe_left(name: str) -> str | None:
     """Says since when there is no field, or group of fields, of this name; None: never was one."""
     for field, left in LEFT.items():
         group, _, key = field.partition(".")
-        has_others = any(group_of(other) == group for other in FIELDS)
-        if name in (field, key) or (name == group and not has_others):
+        if name in (field, key) or (name == group and group not in GROUPS):
             since = f"left on {left.since}; the last commit that has it is {left.commit}"
             return f"{since}; {left.remedy}"
     return None
@@ -67,15 +66,12 @@ def describe_unknown(name: str) -> str:
 
 def default_config() -> ConfigDict:
     """Makes a complete, locked config, with the values of a small model."""
-    config = ConfigDict()
-    for name, field in FIELDS.items():
-        group = group_of(name)
-        if group and group not in config:
-            config[group] = ConfigDict()
-        node = config[group] if group else config
-        is_unset = field.default is None
-        node[field.name] = placeholder(value_type(field)) if is_unset else field.default
-    return config.lock()
+    defaults = {
+        name: placeholder(value_type(field)) if field.default is None else field.default
+        for name, field in FIELDS.items()
+    }
+    groups = by_group(defaults)
+    return ConfigDict(groups.pop("") | groups).lock()
 
 
 def resolve(config: ConfigDict) -> Spec:
@@ -157,9 +153,7 @@ def _call_for_layers(fields: dict[str, Any]) -> tuple:
 def _make_spec(fields: dict[str, Any], check_place: Callable[[str, str], Any]) -> Spec:
     fields = {name: _to_tuple(value) for name, value in fields.items()}
     check_run(fields)
-    groups: dict[str, dict[str, Any]] = {"": {}} | {group: {} for group in GROUPS}
-    for name, value in fields.items():
-        groups[group_of(name)][name.split(".")[-1]] = value
+    groups = by_group(fields)
     model = groups.pop("model")
     run = groups.pop("")
     parts = {name: GROUPS[name](**values) for name, values in groups.items()}

@@ -169,8 +169,7 @@ def yarn_frequencies(
 
     first = max(math.floor(pair_of_turns(beta_fast)), 0)
     last = min(math.ceil(pair_of_turns(beta_slow)), head_dim - 1)
-    pairs = np.arange(len(freqs))
-    slowed = np.clip((pairs - first) / (last - first or 1e-3), 0, 1)
+    slowed = np.clip((np.arange(len(freqs)) - first) / (last - first or 1e-3), 0, 1)
     return freqs + (freqs / factor - freqs) * slowed
 
 
@@ -279,8 +278,7 @@ def layer_frequencies(
         wavelength = dynamic_wavelength(lanes, wavelength, *scaled_by, evaluated)
     function, fields = TYPES[model.rope_type]
     of_layer = {"max_wavelength": wavelength, "rope_percentage": p, "rope_frequencies": numbers}
-    values = [of_layer.get(name, getattr(model, name)) for name in fields]
-    freqs = function(head_dim, *values)
+    freqs = function(head_dim, *(of_layer.get(name, getattr(model, name)) for name in fields))
     if scaling == "linear":
         return freqs / model.rope_scaling_factor
     if scaling == "yarn":

@@ -11,7 +11,7 @@ from etils import epath
 from prope.analysis import census, channels, measures
 from prope.analysis.choices import Tokens, choose_tokens, parse_layers, parse_places
 from prope.analysis.sequences import read_sequences
-from prope.analysis.walk import Walk
+from prope.analysis.walk import Walk, mean_over_sequences
 from prope.errors import log, usage_error
 from prope.inference.opening import check_folder, results_folder
 from prope.inference.statistics import average_seeds
@@ -158,8 +158,7 @@ def _describe_run(run: Run, T: int) -> dict:
 
 def _measure(walk: Walk, options, layers, heads, places, tokens: Tokens) -> dict:
     """Measures the layers; describes the heads and the channels, or the strongest ones."""
-    count = options.channels
-    measured = measure_layers(walk, layers, count, tokens.positions(), tokens.after)
+    measured = measure_layers(walk, layers, options.channels, tokens.positions(), tokens.after)
     views = measured.pop("views")
     reasons = dict.fromkeys(heads, "asked for")
     if not heads:
@@ -211,7 +210,7 @@ def measure_layers(
         scoring = walk.scoring[number]
         x, batches = walk.layer(number, x, on_layer=functools.partial(on_layer, scoring))
         values, views = zip(*batches, strict=True)
-        mean = _mean_over_sequences(values, B)
+        mean = mean_over_sequences(values, B)
         result["layers"].append(_describe_layer(layer, mean))
         result["heads"] += census.score_heads(layer, mean, scoring, after)
         result["views"][number] = views[0]
@@ -220,11 +219,6 @@ def measure_layers(
     if count:
         _ablate_strongest(walk, walk.losses(x, end), count, result)
     return result
-
-
-def _mean_over_sequences(batches: tuple[measures.Measures, ...], B: int) -> measures.Measures:
-    """Averages fields [b, ...] of batches, of which the last one may be filled up, over B."""
-    return jax.tree.map(lambda *parts: np.concatenate(parts)[:B].mean(axis=0), *batches)
 
 
 def _describe_layer(layer: Layer, mean: measures.Measures) -> dict:

@@ -6,7 +6,6 @@ distances at which keys are seen; the pairs of the highest scores rotate on, the
 Axes: L layers, N query heads, K key heads, P pairs, S distances.
 """
 
-import dataclasses
 import json
 from collections.abc import Callable
 
@@ -16,12 +15,13 @@ import numpy as np
 from etils import epath
 
 from prope.analysis.sequences import read_sequences
-from prope.analysis.walk import Walk
+from prope.analysis.walk import Walk, mean_over_sequences
 from prope.errors import log, usage_error
 from prope.inference.losses import LossOptions, evaluations
 from prope.inference.opening import check_folder, results_folder
 from prope.inference.paired import paired_difference
 from prope.model import Captured
+from prope.pages.analysis import stack_rows
 from prope.pages.drawing import Picture, height, label_ticks, panels, show_image
 from prope.runtime import processes
 from prope.runtime.files import parse_json, read_text, write_atomic
@@ -67,7 +67,6 @@ def uniform(query, key, freqs, distances) -> np.ndarray:
 
 
 RULES: dict[str, Callable] = {rule.__name__: rule for rule in (change, norm, fast, uniform, slow)}
-PER = ("head", "layer", "model")
 
 
 def score_pairs(model: ModelSpec, norms: list[dict], rule: str, T: int) -> list[np.ndarray]:
@@ -119,13 +118,13 @@ def _rank(scores: np.ndarray) -> np.ndarray:
 
 
 @jax.jit
-def _mean_norms(captured: Captured) -> tuple[jax.Array, jax.Array]:
-    """Averages the 2-norm of every pair over tokens: queries [B, N, P] and keys [B, K, P]."""
-    norms = []
-    for heads in (captured.query, captured.key):
+def _mean_norms(captured: Captured) -> dict[str, jax.Array]:
+    """Averages the 2-norm of every pair over tokens: of queries [B, N, P], of keys [B, K, P]."""
+    norms = {}
+    for name, heads in (("query_norms", captured.query), ("key_norms", captured.key)):
         lanes = heads.reshape(*heads.shape[:-1], 2, heads.shape[-1] // 2)
-        norms.append(constrain(jnp.linalg.norm(lanes, axis=-2).mean(axis=1), "TTT"))
-    return tuple(norms)
+        norms[name] = constrain(jnp.linalg.norm(lanes, axis=-2).mean(axis=1), "TTT")
+    return norms
 
 
 def measure_norms(run: Run, sequences: np.ndarray) -> list[dict]:
@@ -133,47 +132,28 @@ def measure_norms(run: Run, sequences: np.ndarray) -> list[dict]:
     walk = Walk(run, sequences)
     x = walk.enter()
     norms = []
+
+    def on_layer(_: int, captured: Captured) -> dict:
+        return jax.device_get(walk.run(_mean_norms, captured))
+
     for layer in walk.layers:
-
-        def on_layer(batch: int, captured: Captured) -> tuple:
-            return jax.device_get(walk.run(_mean_norms, captured))
-
         x, batches = walk.layer(layer.number, x, on_layer=on_layer)
-        parts = zip(*batches, strict=True)
-        query, key = (np.concatenate(part)[: len(sequences)].mean(axis=0) for part in parts)
-        norms.append({"query_norms": query, "key_norms": key})
+        norms.append(mean_over_sequences(batches, len(sequences)))
     return norms
 
 
 # --- The command ----------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class ChooseOptions:
-    """What to choose and by which text; the fields are the flags of prope.choose."""
+def choose_pairs(options) -> dict:
+    """Chooses pairs, writes them and evaluates; returns what the command prints.
 
-    workdir: str
-    rule: str
-    keep: float
-    per: str
-    analysis: str | None
-    step: int | None
-    sequences: int
-    seq_len: int | None
-    dataset: str | None
-    data_dir: str | None
-    text: str | None
-    max_windows: int | None
-    dtype: str | None
-    output: str | None
-
-
-def choose_pairs(options: ChooseOptions) -> dict:
-    """Chooses pairs, writes them and evaluates; returns what the command prints."""
-    run = open_run(epath.Path(options.workdir), options.step)
+    `options` are the flags of `prope.choose`.
+    """
+    run = open_run(options.workdir, options.step)
     model = run.spec.model
     _check(options, model)
-    folder = results_folder(run.workdir, epath.Path(options.workdir), options.output)
+    folder = results_folder(run.workdir, options.workdir, options.output)
     check_folder(folder, options.output)
     if options.analysis:
         norms, about = _read_norms(options.analysis, model)
@@ -205,7 +185,7 @@ def choose_pairs(options: ChooseOptions) -> dict:
     return dict(zip(names, losses, strict=True)) | counts | {"output": str(path)}
 
 
-def _check(options: ChooseOptions, model: ModelSpec) -> None:
+def _check(options, model: ModelSpec) -> None:
     if any((layer.frequencies == 0).any() or layer.removed.any() for layer in model.layers):
         problem = f"{model.describe_rotation()}: a choice is made where all pairs rotate"
         raise usage_error(
@@ -240,34 +220,22 @@ def _read_norms(path: str, model: ModelSpec) -> tuple[list[dict], dict]:
     return layers, about
 
 
-def _compare(options: ChooseOptions, run: Run, folder: epath.Path, choices: list) -> list[float]:
+def _compare(options, run: Run, folder: epath.Path, choices: list) -> list[float]:
     """Evaluates the run with each choice of pairs, None first; returns losses in nats per token."""
-    losses = []
-    for pairs in choices:
-        loss_options = LossOptions(
-            workdir=options.workdir,
-            step=str(run.step),
-            seq_len=options.seq_len and str(options.seq_len),
-            dataset=options.dataset,
-            data_dir=options.data_dir,
-            split="validation",
-            max_windows=options.max_windows,
-            dtype=options.dtype,
-            pairs=pairs,
-            again=options.output is not None,  # records elsewhere have their sums there
-            output=options.output,
-        )
-        (record,) = evaluations(loss_options)
-        losses.append(record)
+    flags = ("workdir", "dataset", "data_dir", "max_windows", "dtype", "output")
+    fields = {name: getattr(options, name) for name in flags}
+    fields |= {"step": str(run.step), "split": "validation"}
+    fields["seq_len"] = options.seq_len and str(options.seq_len)
+    fields["again"] = options.output is not None  # records elsewhere have their sums there
+    losses = [next(evaluations(LossOptions(**fields, pairs=pairs))) for pairs in choices]
     processes.call_on_first(lambda: _log_differences(folder, *losses))
     return [record["loss"] for record in losses]
 
 
 def _log_differences(folder: epath.Path, as_it_is: dict, chosen: dict, fastest: dict) -> None:
     """Logs by how much the losses of three records differ, paired by document."""
-    same = {name: as_it_is[name] for name in ("step", "dataset", *SAME_WINDOWS)}
+    about = {name: chosen.get(name) for name in ("step", "dataset", *SAME_WINDOWS, "changed")}
     for name, other in (("as it is", as_it_is), ("with p-RoPE of as many pairs", fastest)):
-        about = same | {"changed": chosen.get("changed")}
         second = {"changed": other.get("changed")}
         difference = paired_difference(folder, folder, about=about, second_fields=second)
         interval = difference.interval()
@@ -277,13 +245,12 @@ def _log_differences(folder: epath.Path, as_it_is: dict, chosen: dict, fastest: 
 
 def draw_pairs(kept: list[np.ndarray], rule: str) -> Picture:
     """Draws which pairs of every key head rotate."""
-    P = max(one.shape[1] for one in kept)
-    rows = [np.pad(row.astype(float), (0, P - len(row))) for one in kept for row in one]
+    rows = stack_rows([row.astype(float) for one in kept for row in one])
     labels = [f"{layer}.{head}" for layer, one in enumerate(kept) for head in range(len(one))]
 
     def draw(figure) -> None:
         axes = panels(figure, 1)[0, 0]
-        show_image(axes, np.array(rows), aspect="auto", vmax=1)
+        show_image(axes, rows, aspect="auto", vmax=1)
         axes.set(xlabel="pair, fastest first", ylabel="layer.key head", title=f"by {rule}")
         axes.locator_params(axis="x", integer=True)
         label_ticks(axes.yaxis, labels)

@@ -124,11 +124,6 @@ def for_this_machine(model: ModelSpec, dtype: str | None) -> ModelSpec:
     return dataclasses.replace(model, attention="auto", global_attention=None, dtype=dtype)
 
 
-def cut_window(model: ModelSpec, keys: int | None, sinks: int = 0) -> ModelSpec:
-    """Returns the model with full layers that see the last `keys` and the first `sinks` only."""
-    return dataclasses.replace(model, test_window=keys, test_sinks=sinks)
-
-
 def rescale(model: ModelSpec, encoding: str, length: int, factor: float = 1.0) -> ModelSpec:
     """Returns the model with the scaling or intervention that --encoding or --intervene names.
 

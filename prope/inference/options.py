@@ -65,8 +65,7 @@ def define_flags(file: str) -> None:
     flags.DEFINE_string(
         "pairs",
         None,
-        "which pairs rotate, of those of the run: a file of prope.choose, or as in "
-        "config.model.rope_pairs",
+        "which pairs rotate: a file of prope.choose, or as in config.model.rope_pairs",
     )
     factor = (
         "of --encoding or --intervene=interpolate: how many times longer the text is than in "
@@ -75,8 +74,7 @@ def define_flags(file: str) -> None:
     flags.DEFINE_float("factor", None, factor, lower_bound=1.0)
     define_dtype()
     flags.DEFINE_boolean("again", False, f"recompute what {file} has")
-    output = "folder for the results, where --workdir is not to be written"
-    command.define_place("output", output)
+    command.define_place("output", "folder for the results, where --workdir is not to be written")
     flags.mark_flags_as_required(["workdir"])
 
 

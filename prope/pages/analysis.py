@@ -110,8 +110,7 @@ def rotated_by_layer(analysis: dict) -> np.ndarray:
     """
     layers = [layer["layer"] for layer in analysis["layers"]]
     freqs = [analysis["frequencies"][layer] for layer in layers]
-    rotated = [np.array(row) > 0 for row in freqs]
-    return stack_rows(rotated, "edge")
+    return stack_rows([np.array(row) > 0 for row in freqs], "edge")
 
 
 def usage(analysis: dict) -> Picture:

@@ -138,8 +138,7 @@ def wait() -> None:
     """Waits, up to a week, until all processes call this; a collective fails after 30 s on CPUs."""
     if _count > 1:
         with watchdog.paused():  # what holds another one up, its own ends
-            barrier = f"prope-{next(_barrier_ids)}"
-            distributed.global_state.client.wait_at_barrier(barrier, _WEEK_MS)
+            distributed.global_state.client.wait_at_barrier(f"prope-{next(_barrier_ids)}", _WEEK_MS)
 
 
 def call_on_first(function: Callable[[], T]) -> T:

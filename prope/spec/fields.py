@@ -5,6 +5,7 @@ from which the ConfigDict, `--help` and the checks are made.
 """
 
 import dataclasses
+import functools
 import math
 import types
 import typing
@@ -29,6 +30,9 @@ def setting(default: Any, meaning: str, *rules: Rule, may_change: bool = False) 
     """
     metadata = {"meaning": meaning, "rules": rules, "may_change": may_change}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+changeable = functools.partial(setting, may_change=True)
 
 
 def rule(holds: Callable[[Any], bool], allowed: str) -> Rule:

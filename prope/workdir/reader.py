@@ -45,8 +45,7 @@ class Damaged(UsageError):
 
 def write_hashes(folder: epath.Path, hashes: dict[str, Any]) -> None:
     """Writes a checkpoint's hashes.json: `hashes` of its items by name, and their own hash."""
-    sealed = {"items": hashes, "hash": hash_json(hashes)}
-    write_atomic(folder / HASHES, json.dumps(sealed))
+    write_atomic(folder / HASHES, json.dumps({"items": hashes, "hash": hash_json(hashes)}))
 
 
 class CheckpointReader:
@@ -108,8 +107,7 @@ class CheckpointReader:
         self.check(**abstract)
 
         def read_sharded(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-            item = path[0].key
-            read = functools.partial(self._read_slice, item, path[1:], leaf)
+            read = functools.partial(self._read_slice, path[0].key, path[1:], leaf)
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
 
         with processes.raise_on_all(Damaged):  # before all hash together

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.commands import ROOT, logged, refusal
-from support.models import ALL_SWITCHES, frequencies_of
+from support.models import ALL_SWITCHES, frequencies_of, num_parameters
 
 from prope import parameters
 from prope.config import (
@@ -25,7 +25,6 @@ from prope.config import (
     set_layer_percentages,
     shrink_for_laptop,
 )
-from prope.cost.flops import num_parameters
 from prope.data.tasks.tasks import TASKS
 from prope.encodings import FIELDS, LOGIT_SCALES, SCALINGS, TYPES
 from prope.hf.families import FAMILIES
