@@ -63,13 +63,11 @@ def define_flags(file: str) -> None:
         "in stop:64-127@full",
     )
     flags.DEFINE_string(
-        "pairs",
-        None,
-        "which pairs rotate: a file of prope.choose, or as in config.model.rope_pairs",
+        "pairs", None, "pairs that rotate: a file of prope.choose, or as in 0-15,20"
     )
     factor = (
         "of --encoding or --intervene=interpolate: how many times longer the text is than in "
-        "training; by default --seq_len over the training's, of dynamic 1"
+        "training; by default --seq_len over its length, of dynamic 1"
     )
     flags.DEFINE_float("factor", None, factor, lower_bound=1.0)
     define_dtype()

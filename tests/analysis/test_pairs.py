@@ -175,7 +175,7 @@ def test_a_choice_is_written_evaluated_and_trained_with(run, tmp_path):
     # Elsewhere, where no record is yet; and with a budget that heads cannot share equally.
     output = tmp_path / "elsewhere"
     changed = {"workdir": str(run), "output": str(output), "per": "model", "keep": 0.29}
-    printed = pairs.choose_pairs(pairs.ChooseOptions(**OPTIONS | changed))
+    printed = pairs.choose_pairs(types.SimpleNamespace(**OPTIONS | changed))
     assert printed["loss_as_it_is"] == plain["loss"]
     *_, fastest = read_jsonl(output / "eval.jsonl")
     rotated = sum(np.broadcast_to(layer, 2).sum() for layer in fastest["rotated_pairs"])
