@@ -213,17 +213,13 @@ def by_group(fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return groups
 
 
-def _fields_of_config() -> dict[str, dataclasses.Field]:
-    fields = {}
-    for group, kind in {"": Spec, **GROUPS}.items():
-        for field in dataclasses.fields(kind):
-            if "meaning" in field.metadata:
-                fields[f"{group}.{field.name}".lstrip(".")] = field
-    return fields
-
-
 # Every field of a config, by dotted name.
-FIELDS = _fields_of_config()
+FIELDS = {
+    f"{group}.{field.name}".lstrip("."): field
+    for group, kind in {"": Spec, **GROUPS}.items()
+    for field in dataclasses.fields(kind)
+    if "meaning" in field.metadata
+}
 
 
 def check_run(fields: dict[str, Any]) -> None:
