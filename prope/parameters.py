@@ -219,7 +219,7 @@ def find(keys: Sequence) -> tuple[Parameter, str] | None:
 
 def nest(leaves: dict[str, Any]) -> dict[str, Any]:
     """Makes nested dicts of values by path."""
-    tree: dict[str, Any] = {}
+    tree = {}
     for path, leaf in leaves.items():
         *folders, name = path.split("/")
         node = tree

@@ -206,7 +206,7 @@ GROUPS = {
 
 def by_group(fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns fields by dotted name as those of each group, "" for the run itself."""
-    groups: dict[str, dict[str, Any]] = {}
+    groups = {}
     for name, value in fields.items():
         group, _, key = name.rpartition(".")
         groups.setdefault(group, {})[key] = value
