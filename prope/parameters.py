@@ -121,7 +121,7 @@ def parameters(model: ModelSpec) -> dict[str, Parameter]:
         for stack, numbers in model.stacks.items():
             layer = model.layers[numbers[0]]
             if _exists(row, switches | vars(layer)):
-                rows[_in_stack(path, stack)] = row
+                rows[path.replace("layers/", f"layers/{stack}/", 1) if stack else path] = row
     return rows
 
 
@@ -130,11 +130,6 @@ def _exists(row: Parameter, values: dict[str, Any]) -> bool:
     return all(
         bool(values[field.removeprefix("not ")]) != field.startswith("not ") for field in conditions
     )
-
-
-def _in_stack(path: str, stack: str) -> str:
-    """Returns the path of a row's parameter in a stack of layers."""
-    return path.replace("layers/", f"layers/{stack}/", 1) if stack else path
 
 
 def stack_of(path: str) -> str | None:
@@ -224,7 +219,7 @@ def find(keys: Sequence) -> tuple[Parameter, str] | None:
 
 def nest(leaves: dict[str, Any]) -> dict[str, Any]:
     """Makes nested dicts of values by path."""
-    tree: dict[str, Any] = {}
+    tree = {}
     for path, leaf in leaves.items():
         *folders, name = path.split("/")
         node = tree

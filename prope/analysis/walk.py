@@ -69,8 +69,7 @@ class Walk:
         self._losses = jax.jit(functools.partial(_losses, spec))
         self._checkpoint = run.checkpoint
         self._params = functools.cache(self._read_params)
-        leaves = jax.tree.leaves(run.checkpoint.shapes)
-        self._keeps = 4 * sum(leaf.size for leaf in leaves) < _KEPT
+        self._keeps = 4 * parameters.count(spec) < _KEPT
 
     def run(self, function: Callable, *arguments):
         """Calls a jitted function sharded over all devices, with matmuls in float32."""
@@ -108,8 +107,9 @@ class Walk:
         `rotate_fn` is that of `model.run_layer`. `on_layer` is called with the number of every
         batch and the arrays of its attention.
         """
-        params = self._layer_params(number)
         layer = self.layers[number]
+        path = ("layers", layer.stack) if layer.stack else ("layers",)
+        params = self._params(path, layer.row)
         arrays = {name: rows[number] for name, rows in self._tables.per_layer.items()}
         table = np.asarray(self._tables.choose(layer, arrays))
         after = []
@@ -160,11 +160,6 @@ class Walk:
         key = sharding.constrain(captured.key, "BTSH")
         value = sharding.constrain(captured.value, "BTSH")
         return sharding.constrain(x, "BTD"), captured._replace(key=key, value=value)
-
-    def _layer_params(self, number: int) -> model.Params:
-        layer = self.layers[number]
-        path = ("layers", layer.stack) if layer.stack else ("layers",)
-        return self._params(path, layer.row)
 
     def _read_params(self, path: tuple[str, ...], layer: int | None = None) -> model.Params:
         """Reads parameters onto the devices; of a large model they replace those before."""

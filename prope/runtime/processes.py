@@ -293,7 +293,7 @@ def leave(code: int) -> None:
 
 def _join(wanted: str) -> None:
     """Joins the processes that the value of PROPE_PROCESSES names."""
-    arguments: dict = {}
+    arguments = {}
     expected = "as many as the cluster has were expected"
     if wanted != "auto":
         address = _ADDRESS.fullmatch(wanted)

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import string
-from typing import Any
 
 from prope.errors import UsageError, nearest, usage_error
 from prope.spec.fields import (
@@ -171,7 +170,7 @@ def override_dataset(data: DataSpec, dataset: str | None, data_dir: str | None) 
     if data_dir and dataset is None and data.dataset == "mixture":
         problem = "the run's data is a mixture, whose sources have folders of their own"
         raise usage_error("--data_dir", data_dir, problem, "give --dataset, too")
-    fields: dict[str, Any] = {}
+    fields = {}
     if dataset is not None:
         fields = {"mixture": (), "template": "", "loss_on": "all", "dataset": dataset}
         if dataset != data.dataset:

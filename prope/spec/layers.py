@@ -270,7 +270,7 @@ def pairs_in_bands(model) -> list[np.ndarray]:
     Raises ValueError where these are no bands of the model.
     """
     masks = [np.zeros(_head_dim(model, kind) // 2, bool) for kind in model.kinds]
-    bands: Sequence[Any] = tuple(model.scaled_pairs)
+    bands = tuple(model.scaled_pairs)
     if not bands or not isinstance(bands[0], str):
         missing = ("",) * (2 - len(bands))
         bands = ["-".join(map(str, bands + missing))]

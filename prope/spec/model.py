@@ -232,7 +232,7 @@ class ModelSpec:
     @functools.cached_property
     def stacks(self) -> dict[str, list[int]]:
         """The numbers of the layers in every stack, by the stack's name."""
-        by_name: dict[str, list[int]] = {}
+        by_name = {}
         for layer in self.layers:
             by_name.setdefault(layer.stack, []).append(layer.number)
         return by_name
@@ -275,7 +275,7 @@ class ModelSpec:
     @property
     def rotated_share(self) -> str:
         """How many pairs rotate: "24 of 32"; where they differ "8 or 32 of 32", "3 to 19 of 32"."""
-        counts: dict[int, set[int]] = {}
+        counts = {}
         for layer in self.layers:
             rotated = (layer.frequencies > 0).sum(axis=1).tolist()
             counts.setdefault(layer.head_dim // 2, set()).update(rotated)

@@ -206,24 +206,20 @@ GROUPS = {
 
 def by_group(fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns fields by dotted name as those of each group, "" for the run itself."""
-    groups: dict[str, dict[str, Any]] = {}
+    groups = {}
     for name, value in fields.items():
         group, _, key = name.rpartition(".")
         groups.setdefault(group, {})[key] = value
     return groups
 
 
-def _fields_of_config() -> dict[str, dataclasses.Field]:
-    fields = {}
-    for group, kind in {"": Spec, **GROUPS}.items():
-        for field in dataclasses.fields(kind):
-            if "meaning" in field.metadata:
-                fields[f"{group}.{field.name}".lstrip(".")] = field
-    return fields
-
-
 # Every field of a config, by dotted name.
-FIELDS = _fields_of_config()
+FIELDS = {
+    f"{group}.{field.name}".lstrip("."): field
+    for group, kind in {"": Spec, **GROUPS}.items()
+    for field in dataclasses.fields(kind)
+    if "meaning" in field.metadata
+}
 
 
 def check_run(fields: dict[str, Any]) -> None:

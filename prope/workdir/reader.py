@@ -57,13 +57,13 @@ class CheckpointReader:
     def __init__(self, folder: epath.PathLike):
         """Reads and verifies the JSON items."""
         self._folder = absolute(folder)
-        self._stores: dict[tuple, ts.TensorStore] = {}  # by item and key path
+        self._stores = {}  # by item and key path
         # Its cache holds the indices of an item, so that its arrays do not each read them again.
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": 2**24}})
         items = processes.call_on_first(self._read_items)
         if "damaged" in items:
             raise Damaged(items["damaged"])
-        self._hashes: dict[str, Any] = items["hashes"]
+        self._hashes = items["hashes"]
         self.data: dict[str, Any] = items["data"]
         self.spec: Spec = spec_from_dict(items["config"]["config"])
         self.init_hash: str = items["config"]["init_hash"]
