@@ -24,7 +24,14 @@ from prope.data.sources.base import (
     log_once,
 )
 from prope.errors import RunFailed, UsageError, is_disk_full, nearest, usage_error
-from prope.runtime.files import hash_file, is_special, is_url, local_cache, retry_reads
+from prope.runtime.files import (
+    hash_file,
+    is_special,
+    is_url,
+    local_cache,
+    retry_reads,
+    tfrecord_checksum,
+)
 
 _FEATURES = "tensorflow_datasets.core.features."
 
@@ -243,17 +250,9 @@ def tfrecord(path: str, start: int, stop: int | None) -> Iterator[bytes]:
 
 
 def _checked(data: bytes) -> bytes:
-    """Returns bytes without the TFRecord checksum that ends them; raises ValueError if it is wrong.
-
-    The checksum is a rotated CRC-32C plus a constant.
-    """
-    import google_crc32c
-
+    """Returns bytes without their TFRecord checksum; raises ValueError if it is wrong."""
     content = data[:-4]
-    crc = google_crc32c.value(content)
-    rotated = crc >> 15 | crc << 17
-    expected = (rotated + 0xA282EAD8) % 2**32
-    if int.from_bytes(data[-4:], "little") != expected:
+    if data[-4:] != tfrecord_checksum(content):
         raise ValueError("a checksum is wrong")
     return content
 
