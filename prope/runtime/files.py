@@ -451,12 +451,3 @@ def local_copy(path: epath.Path) -> Iterator[epath.Path]:
         system, root = fsspec.core.url_to_fs(str(path))
         retry_reads(path, lambda: system.get(root, str(local), recursive=True))
         yield local
-
-
-def tfrecord_checksum(content: bytes) -> bytes:
-    """Computes the 4 bytes that end a part of a TFRecord: a rotated CRC-32C plus a constant."""
-    import google_crc32c
-
-    crc = google_crc32c.value(content)
-    rotated = crc >> 15 | crc << 17
-    return ((rotated + 0xA282EAD8) % 2**32).to_bytes(4, "little")

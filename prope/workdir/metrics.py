@@ -1,6 +1,7 @@
 """Writes metrics to metrics.jsonl, eval.jsonl, skips.jsonl, TensorBoard and the terminal."""
 
 import contextlib
+import importlib
 import json
 import math
 import pathlib
@@ -20,7 +21,6 @@ from prope.runtime import processes
 from prope.runtime.files import append_jsonl, is_url, upload, write_atomic
 from prope.runtime.progress import has_bars
 from prope.spec.run import Spec
-from prope.workdir.events import EventFile
 from prope.workdir.lease import Lease
 from prope.workdir.records import find_validation, read_jsonl
 
@@ -124,7 +124,8 @@ class RecordFiles(contextlib.ExitStack):
 class EventFiles(contextlib.AbstractContextManager):
     """Writes numbers for TensorBoard, in files that are complete after some size.
 
-    At a URL they are written on the local disk first.
+    At a URL they are written on the local disk first. tensorboardX's own SummaryWriter writes in a
+    thread that a full disk ends, and then waits for it for ever.
     """
 
     def __init__(self, workdir: epath.Path, first_step: int):
@@ -134,8 +135,10 @@ class EventFiles(contextlib.AbstractContextManager):
         self._folder = pathlib.Path(self._scratch.name if self._scratch else workdir)
         self._first_step = first_step
         self._unwritten: list[tuple[float, int, str, float]] = []  # time, step, tag, value
-        self._file: EventFile | None = None
+        self._file = None
         self._number = 0
+        # Here, not in a thread: TFDS's lazy imports replace Python's own for all threads meanwhile.
+        importlib.import_module("tensorboardX.event_file_writer")
 
     def add(self, tag: str, record: dict, made: float) -> None:
         """Adds the numbers of a record that was made at a time, in seconds since the epoch."""
@@ -147,14 +150,22 @@ class EventFiles(contextlib.AbstractContextManager):
         """Writes what was added."""
         if not self._unwritten:
             return
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import scalar
+
         if self._file is None:
-            file = EventFile(self._folder, self._number)
+            file = EventsWriter(str(self._folder / "events"), f".{self._number}")
             if self._number == 0:
-                file.start_session(self._first_step)
+                start = SessionLog(status=SessionLog.START)
+                event = Event(wall_time=time.time(), step=self._first_step, session_log=start)
+                file.write_event(event)
             self._file = file
             self._number += 1
         while self._unwritten:
-            self._file.number(*self._unwritten[0])
+            wall_time, step, tag, value = self._unwritten[0]
+            event = Event(wall_time=wall_time, step=step, summary=scalar(tag, value))
+            self._file.write_event(event)
             self._unwritten.pop(0)
         self._file.flush()
         if self._scratch is None:

@@ -24,14 +24,7 @@ from prope.data.sources.base import (
     log_once,
 )
 from prope.errors import RunFailed, UsageError, is_disk_full, nearest, usage_error
-from prope.runtime.files import (
-    hash_file,
-    is_special,
-    is_url,
-    local_cache,
-    retry_reads,
-    tfrecord_checksum,
-)
+from prope.runtime.files import hash_file, is_special, is_url, local_cache, retry_reads
 
 _FEATURES = "tensorflow_datasets.core.features."
 
@@ -250,9 +243,17 @@ def tfrecord(path: str, start: int, stop: int | None) -> Iterator[bytes]:
 
 
 def _checked(data: bytes) -> bytes:
-    """Returns bytes without their TFRecord checksum; raises ValueError if it is wrong."""
+    """Returns bytes without the TFRecord checksum that ends them; raises ValueError if it is wrong.
+
+    The checksum is a rotated CRC-32C plus a constant.
+    """
+    import google_crc32c
+
     content = data[:-4]
-    if data[-4:] != tfrecord_checksum(content):
+    crc = google_crc32c.value(content)
+    rotated = crc >> 15 | crc << 17
+    expected = (rotated + 0xA282EAD8) % 2**32
+    if int.from_bytes(data[-4:], "little") != expected:
         raise ValueError("a checksum is wrong")
     return content
 
