@@ -70,11 +70,11 @@ _exit_code = LOST  # exit code of this process when JAX's runtime aborts it
 _barrier_ids = itertools.count()
 
 
-def count_cores() -> int:
-    """Counts the cores that this process may run on."""
+def list_cores() -> list[int]:
+    """Lists the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 @contextlib.contextmanager
