@@ -85,7 +85,9 @@ def _open(
     place = os.fspath(local_file(path))
     try:
         if path.suffix.lower() == ".parquet":
-            file = parquet.ParquetFile(place, buffer_size=2**20, page_checksum_verification=True)
+            # A row group may be larger than the memory.
+            options = {"buffer_size": 2**20, "pre_buffer": False}
+            file = parquet.ParquetFile(place, page_checksum_verification=True, **options)
             _check_columns(file.schema_arrow, rule)
             numbers = range(file.num_row_groups)
             groups = map(file.metadata.row_group, numbers)
