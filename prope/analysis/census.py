@@ -54,8 +54,7 @@ def score_heads(
     for head in range(len(strength)):
         record = {"layer": layer.number, "head": head}
         for name in SCORES:
-            values = getattr(measures, name)
-            record[name] = float(values[head])
+            record[name] = float(getattr(measures, name)[head])
         record["high_frequency_share"] = float(fast_share[head])
         record["head_of"] = head_of[head]
         record["positional"] = max(record["diagonal"], record["previous_token"])
@@ -86,8 +85,7 @@ def rank_correlation(run: dict, draws: int = 9999) -> dict | None:
     from scipy import stats
 
     names = ("high_frequency_share", "positional")
-    values = [[head[name] for head in run["heads"]] for name in names]
-    ranks = stats.rankdata(values, axis=1)
+    ranks = stats.rankdata([[head[name] for head in run["heads"]] for name in names], axis=1)
     count = len(run["heads"])
     is_constant = ranks.std(axis=1) == 0
     if count < 3 or is_constant.any():

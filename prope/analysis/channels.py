@@ -131,8 +131,7 @@ def show_channels(walk: Walk, chosen: list[tuple[int, ...]], window: list[int]) 
 
         x, batches = walk.layer(layer, x, on_layer=on_layer)
         for index, place in enumerate(places):
-            parts = [batch[index] for batch in batches]
-            lanes = np.concatenate(parts, axis=1)
+            lanes = np.concatenate([batch[index] for batch in batches], axis=1)
             lanes = lanes[:, : len(walk.tokens)]
             records[place] = _describe_channel(walk, place, lanes, window)
     return [records[place] for place in chosen]
@@ -189,8 +188,7 @@ def _added_by_distance(query: np.ndarray, key: np.ndarray) -> tuple[np.ndarray, 
 
     on_first = query.conj() * key[:, :1]
     pairs = zip(query, key[:, 1:], strict=True)
-    correlations = [correlate(queries, keys) for queries, keys in pairs]
-    products = np.mean(correlations, axis=0)
+    products = np.mean([correlate(queries, keys) for queries, keys in pairs], axis=0)
     count = query.shape[1]
     counts = np.arange(count, 0, -1)  # at distances 0, 1 ..
     return on_first.real.mean(axis=0), products.real[count - 1 :] / counts

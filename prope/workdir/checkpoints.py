@@ -94,7 +94,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         """
         self.directory = absolute(workdir) / "checkpoints"
         self._saving = 0  # the last step saved
-        self._hashes: dict[str, Any] = {}  # hashes of its items
+        self._hashes = {}  # hashes of its items
         self._unchecked = False  # whether that save may have failed in the background
         self._steps = list_steps(workdir)  # once: each step at a URL is a request
         if is_url(self.directory) and processes.is_first():
@@ -264,7 +264,7 @@ def _preservation_policy(keep: CheckpointSpec | None, stable: int):
 
 
 def _hash_items(config: dict, data: dict, arrays: dict[str, Any]) -> dict[str, Any]:
-    hashes: dict[str, Any] = {item: array_hashes(tree) for item, tree in arrays.items()}
+    hashes = {item: array_hashes(tree) for item, tree in arrays.items()}
     shapes = {item: array_shapes(tree) for item, tree in arrays.items()}
     return hashes | {"config": hash_json(config), "data": hash_json(data), "shapes": shapes}
 
