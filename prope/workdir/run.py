@@ -266,9 +266,10 @@ def write_config(workdir: epath.Path, spec: Spec) -> None:
 
 def check_same(spec: Spec, other: Spec, message: str, remedy: str = "") -> None:
     """Raises UsageError with every field in which `other` is another run than `spec`."""
-    differing = differences(spec.flat(), other.flat())
+    differing = "; ".join(differences(spec.flat(), other.flat()))
     if differing:
-        raise UsageError(f"{message} ({'; '.join(differing)}){remedy}")
+        hint = "; after @ stands a hash of the function's file" if "@" in differing else ""
+        raise UsageError(f"{message} ({differing}{hint}){remedy}")
 
 
 def check_disk(

@@ -5,7 +5,6 @@ import json
 import math
 import re
 import runpy
-import shutil
 import sys
 from types import SimpleNamespace
 
@@ -141,7 +140,6 @@ def test_a_run_takes_text_rate_and_log_from_one_file_of_the_users(run_command, t
     """Copied to where the command starts. The rate: 3e-3 sqrt(2 / step), after 2 steps."""
     text = (ROOT / "configs/custom.py").read_text().replace("configs.custom", "my_config")
     (tmp_path / "my_config.py").write_text(text)
-    shutil.copy(ROOT / "configs/quickstart.py", tmp_path)
     arguments = ["--config=my_config.py:tiny", "--workdir=W", "--config.log_every=1"]
     go = {"patch": f"import os\nos.chdir({str(tmp_path)!r})"}
     done = run_command("prope.train", *arguments, "--stop_at_step=3", **go)
