@@ -138,7 +138,9 @@ SMI = """#!/bin/sh
 [ {code} = 0 ] || {{ echo "NVIDIA-SMI has failed" >&2; exit {code}; }}
 case "$*" in
   *driver_version*) echo {driver} ;;
-  *) [ {gpus} != 0 ] || echo "No devices found."; for i in $(seq 1 {gpus}); do echo "GPU $((i - 1)): NVIDIA H100 (UUID: GPU-$i)"; done ;;
+  *)
+    [ {gpus} != 0 ] || echo "No devices found."
+    for i in $(seq 1 {gpus}); do echo "GPU $((i - 1)): NVIDIA H100 (UUID: GPU-$i)"; done ;;
 esac
 """
 
