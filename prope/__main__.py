@@ -13,6 +13,7 @@ COMMANDS = (
     "sample",
     "report",
     "analyze",
+    "choose",
     "ask",
     "import_hf",
     "export_hf",

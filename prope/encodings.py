@@ -14,8 +14,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from prope.rope import frequencies, num_rotated_pairs, phase_per_token, phase_table
+from prope.rope import frequencies, num_rotated_pairs, rotation_table
 
 
 def partial_frequencies(head_dim: int, max_wavelength: float, rope_percentage: float) -> np.ndarray:
@@ -89,6 +90,22 @@ def rope_id_frequencies(head_dim: int, length: int) -> np.ndarray:
     return np.pad(freqs, (0, rotated))
 
 
+def custom_frequencies(head_dim: int, numbers: ArrayLike) -> np.ndarray:
+    """Returns the numbers of one layer, [P], or [K, P] for its key heads."""
+    try:
+        freqs = np.asarray(numbers).astype(np.float64, casting="same_kind")
+    except (TypeError, ValueError):  # ragged, or no real numbers
+        freqs = np.empty(0)
+    if freqs.ndim not in (1, 2) or freqs.shape[-1] != head_dim // 2:
+        problem = f"a layer needs {head_dim // 2} numbers, or as many for each of its key heads"
+        shown = " ".join(repr(numbers).split())
+        raise ValueError(f"rope_frequencies: {problem}; got {shown:.60}")
+    if not ((freqs >= 0) & (freqs < 2 * math.pi)).all():
+        problem = "radians per token must be in [0, 2 pi), where 0 does not rotate"
+        raise ValueError(f"rope_frequencies: {problem}; got {freqs.min():g} to {freqs.max():g}")
+    return freqs
+
+
 def least_wavelength(head_dim: int, length: int) -> float:
     """Finds the least base, in steps of 0.1 %, for which sum_k cos(m f_k) >= 0 at all m < length.
 
@@ -152,8 +169,7 @@ def yarn_frequencies(
 
     first = max(math.floor(pair_of_turns(beta_fast)), 0)
     last = min(math.ceil(pair_of_turns(beta_slow)), head_dim - 1)
-    pairs = np.arange(len(freqs))
-    slowed = np.clip((pairs - first) / (last - first or 1e-3), 0, 1)
+    slowed = np.clip((np.arange(len(freqs)) - first) / (last - first or 1e-3), 0, 1)
     return freqs + (freqs / factor - freqs) * slowed
 
 
@@ -183,6 +199,7 @@ TYPES = {
     "hard_clip": (hard_clip_frequencies, ("max_wavelength", "clip_low_n")),
     "cope": (clipped_frequencies, ("max_wavelength", "clip_low_n")),
     "rope_id": (rope_id_frequencies, ("original_seq_len",)),
+    "custom": (custom_frequencies, ("rope_frequencies",)),
 }
 # By rope_scaling_type: the fields of config.model that it takes.
 SCALINGS = {
@@ -215,6 +232,7 @@ FIELDS = {
     "sliding_window",
     "local_max_wavelength",
     "local_rope_percentage",
+    "rope_pairs",
     *CHOICES,
     *(name for kinds in CHOICES.values() for fields in kinds.values() for name in fields),
 }
@@ -227,9 +245,15 @@ def can_rescale(rope_type: str, scaling: str | None) -> bool:
 
 
 def layer_frequencies(
-    model, seq_len: int | None, head_dim: int, p: float, wavelength: float, is_local: bool
+    model,
+    seq_len: int | None,
+    head_dim: int,
+    p: float,
+    wavelength: float,
+    is_local: bool,
+    numbers: tuple,
 ) -> np.ndarray:
-    """Returns the frequencies of a layer, float64 [P], by the fields of a `ModelSpec`.
+    """Returns the frequencies of a layer, float64 [P] or [K, P], by the fields of a `ModelSpec`.
 
     Args:
       model: the spec.
@@ -238,6 +262,7 @@ def layer_frequencies(
       p: its rope_percentage.
       wavelength: its max_wavelength, before any scaling.
       is_local: whether it has a window; then it is not scaled.
+      numbers: of rope_type "custom", those of the layer.
 
     Raises:
       ValueError: a field does not fit the type; the text names it.
@@ -252,9 +277,8 @@ def layer_frequencies(
         evaluated = seq_len or model.original_seq_len
         wavelength = dynamic_wavelength(lanes, wavelength, *scaled_by, evaluated)
     function, fields = TYPES[model.rope_type]
-    of_layer = {"max_wavelength": wavelength, "rope_percentage": p}
-    values = [of_layer.get(name, getattr(model, name)) for name in fields]
-    freqs = function(head_dim, *values)
+    of_layer = {"max_wavelength": wavelength, "rope_percentage": p, "rope_frequencies": numbers}
+    freqs = function(head_dim, *(of_layer.get(name, getattr(model, name)) for name in fields))
     if scaling == "linear":
         return freqs / model.rope_scaling_factor
     if scaling == "yarn":
@@ -279,39 +303,71 @@ def logit_scale(model, rotates: bool) -> float:
 
 
 class Tables(NamedTuple):
-    """Tables of rotation: layers of one kind and encoding share one."""
+    """Tables of rotation, each made once for all layers of a kind that it serves."""
 
-    by_kind: dict[str, jax.Array]  # [2, B, T, P] where a kind has one encoding, or [n, 2, B, T, P]
-    indices: np.ndarray | None  # [L], a layer's encoding of those of its kind; None: all have one
+    # [n, 2, B, T, P]; [n, 2, B, T, K, P] where key heads rotate a pair at different rates.
+    by_kind: dict[str, jax.Array]
+    # Arrays [L, ..]: "table", which of the n a layer takes; "rotates", [L, K, P], which pairs of a
+    # key head do, filled up to the most heads and pairs. Each is left out where it is the same.
+    per_layer: dict[str, np.ndarray]
 
-    def choose(self, kind: str, index) -> jax.Array:
-        """Returns the table of a layer of this kind with `index`, its element of `indices`."""
-        table = self.by_kind[kind]
-        return table if table.ndim == 4 else table[index]
+    def choose(self, layer, arrays: dict) -> jax.Array:
+        """Returns the table of a `Layer`, by its elements of `per_layer`, for `prope.rope.rotate`.
+
+        It is [2, B, T, P], or [2, B, T, K, P] where key heads differ.
+        """
+        tables = self.by_kind[layer.kind]
+        table = tables[0] if len(tables) == 1 else tables[arrays["table"]]
+        if "rotates" not in arrays:
+            return table
+        rotates = arrays["rotates"][: layer.num_kv_heads, : layer.head_dim // 2]
+        if table.ndim == 4:
+            table = table[:, :, :, None]
+        unrotated = jnp.array([1.0, 0.0]).reshape(2, 1, 1, 1, 1)
+        return jnp.where(rotates[None, None, None], table, unrotated)
 
 
 def rotation_tables(layers: Sequence, positions: jax.Array) -> Tables:
-    """Makes the tables of layers, `Layer`s of a spec, for positions [B, T].
+    """Makes the tables of all layers, `Layer`s of a spec, for positions [B, T].
 
-    Cos and sin of a pair that a layer removes are 0, so that the pair adds nothing.
+    Layers and heads that differ in which pairs rotate, and not in how fast, share a table. Cos and
+    sin of a pair that a layer removes are 0, so that the pair adds nothing.
     """
-    by_kind = {layer.kind: [] for layer in layers}
-    indices = []
-    for layer in layers:
-        encoding = (tuple(layer.frequencies), tuple(layer.removed))
-        if encoding not in by_kind[layer.kind]:
-            by_kind[layer.kind].append(encoding)
-        indices.append(by_kind[layer.kind].index(encoding))
+    by_kind = {}
+    table_of = {}
+    rotates = {}
+    for kind in dict.fromkeys(layer.kind for layer in layers):
+        of_kind = [layer for layer in layers if layer.kind == kind]
+        freqs = np.stack([layer.frequencies for layer in of_kind])  # [n, K, P]
+        rates = np.broadcast_to(freqs.max(axis=(0, 1)), freqs.shape)
+        if not ((freqs == rates) | (freqs == 0)).all():
+            rates = freqs
+        if (rates == rates[:, :1]).all():
+            rates = rates[:, 0]
+        tables = {}
+        for layer, rate in zip(of_kind, rates, strict=True):
+            encoding = (rate.tobytes(), layer.removed.tobytes())
+            if encoding not in tables:
+                tables[encoding] = _make_table(positions, rate, layer.removed)
+            table_of[layer.number] = list(tables).index(encoding)
+            rotates[layer.number] = (layer.frequencies == rate) | layer.removed
+        by_kind[kind] = jnp.stack(list(tables.values()))
+    per_layer = {}
+    if any(table_of.values()):
+        per_layer["table"] = np.array([table_of[layer.number] for layer in layers])
+    if not all(rotating.all() for rotating in rotates.values()):
+        most = np.max([rotating.shape for rotating in rotates.values()], axis=0)
+        filled = [np.zeros(most, bool) for _ in layers]
+        for layer, row in zip(layers, filled, strict=True):
+            K, P = layer.frequencies.shape
+            row[:K, :P] = rotates[layer.number]
+        per_layer["rotates"] = np.stack(filled)
+    return Tables(by_kind, per_layer)
 
-    def make_table(freqs, removed):
-        table = phase_table(positions, phase_per_token(freqs))
-        if not any(removed):
-            return table
-        is_removed = np.array(removed)[None, None, None]
-        return jnp.where(is_removed, 0.0, table)
 
-    tables = {}
-    for kind, of_kind in by_kind.items():
-        made = [make_table(*encoding) for encoding in of_kind]
-        tables[kind] = jnp.stack(made) if len(made) > 1 else made[0]
-    return Tables(tables, np.array(indices) if any(indices) else None)
+def _make_table(positions: jax.Array, freqs: np.ndarray, removed: np.ndarray) -> jax.Array:
+    table = rotation_table(positions, freqs)
+    if not removed.any():
+        return table
+    is_removed = jnp.expand_dims(removed, range(table.ndim - 1))
+    return jnp.where(is_removed, 0.0, table)

@@ -64,7 +64,7 @@ class Captured(NamedTuple):
 
 
 def rotate_qkv(query, key, value, table):
-    """Rotates queries [B, T, N, H] and keys [B, T, K, H] by a table [2, B, T, P].
+    """Rotates queries [B, T, N, H] and keys [B, T, K, H] by a table that `rotate` takes.
 
     Values are an argument only so that an analysis may replace this function. Keys and values are
     None in `decode`, in a layer that takes those of another: these are rotated.
@@ -331,7 +331,7 @@ def _run(spec, params, tokens, positions, memory, segment_ids=None, decoding=Non
     x = embed(spec, embedding(params), tokens)
     layers = spec.layers_at(context_size() * positions.shape[1])
     tables = rotation_tables(layers, positions)
-    per_layer = {"table": tables.indices}
+    per_layer = dict(tables.per_layer)
     scales = [layer.logit_scale for layer in layers]
     if len(set(scales)) > 1:
         per_layer["logit_scale"] = np.array(scales, np.float32)
@@ -343,7 +343,7 @@ def _run(spec, params, tokens, positions, memory, segment_ids=None, decoding=Non
     def apply_layer(carry, params, layer_arrays, number):
         layer = layers[number]
         block = Block(spec, layer)
-        table = tables.choose(layer.kind, layer_arrays.get("table"))
+        table = tables.choose(layer, layer_arrays)
         layer_decoding = None
         if decoding is not None:
             layer_decoding = decoding._replace(index=layer_arrays["cache"])
@@ -429,7 +429,7 @@ def run_layer(
     spec: ModelSpec,
     params: Params,
     x: Float[Array, "B T D"],
-    table: Float[Array, "2 b T P"],
+    table: Float[Array, "2 b T *P"],
     layer: Layer,
     rotate_fn: Callable | None = None,
     memory: dict | None = None,
@@ -441,7 +441,7 @@ def run_layer(
       spec: the model.
       params: of this layer: those of "layers" without their leading axis.
       x: the residual stream before the layer.
-      table: of this layer's rotation, with b = 1 or B.
+      table: of this layer's rotation, [2, b, T, P] or [2, b, T, K, P], with b = 1 or B.
       layer: of `spec.layers`.
       rotate_fn: replaces `rotate_qkv`, with the same arguments and results.
       memory: for a layer that shares them, {layer.kind: {"key", "value"}}, not rotated.

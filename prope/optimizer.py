@@ -1,28 +1,94 @@
-"""The optimizer, of Optax, with warmup, cosine decay and clipping: change it here."""
+"""The optimizer, of Optax, with a schedule, and clipping: change it here."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 
 from prope import parameters
-from prope.spec.run import OptimizerSpec, Spec
+from prope.errors import usage_error
+from prope.spec.run import EXTENDABLE, SCHEDULES, OptimizerSpec, Spec
+from prope.user_code import load_function
+
+_SCHEDULE = "config.optimizer.schedule"
 
 
 def learning_rate(spec: Spec) -> optax.Schedule:
-    """Makes the schedule: linear to the peak over `warmup_steps`, then cosine decay.
+    """Makes the schedule: linear to the peak over `warmup_steps`, then as config says.
 
     It is one update ahead of Optax's: update 1 has a rate above 0, update num_steps has
-    final_learning_rate.
+    final_learning_rate. One of the user's own is taken as it is, from the count 0 of update 1.
     """
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=spec.optimizer.learning_rate,
-        warmup_steps=warmup_steps(spec),
-        decay_steps=spec.num_steps,  # the whole run, warmup included
-        end_value=spec.optimizer.final_learning_rate,
-    )
+    c = spec.optimizer
+    if c.schedule not in SCHEDULES:
+        return _own_schedule(spec)
+    warmup = warmup_steps(spec)
+    if c.schedule == "cosine":
+        schedule = optax.warmup_cosine_decay_schedule(
+            init_value=0.0,
+            peak_value=c.learning_rate,
+            warmup_steps=warmup,
+            decay_steps=spec.num_steps,  # the whole run, warmup included
+            end_value=c.final_learning_rate,
+        )
+    else:
+        begin = decay_begin(spec)
+        parts = [
+            optax.linear_schedule(0.0, c.learning_rate, warmup),
+            optax.constant_schedule(c.learning_rate),
+            optax.linear_schedule(c.learning_rate, c.final_learning_rate, spec.num_steps - begin),
+        ]
+        schedule = optax.join_schedules(parts, [warmup, begin])
     return lambda count: schedule(count + 1)
+
+
+def decay_begin(spec: Spec) -> int:
+    """Returns the last step before the decay of wsd; the last step of other schedules."""
+    share = spec.optimizer.decay_share if spec.optimizer.schedule == "wsd" else 0
+    return max(warmup_steps(spec), spec.num_steps - round(share * spec.num_steps))
+
+
+def check_extension(spec: Spec, before: Spec, step: int) -> None:
+    """Raises UsageError where the `step` updates that are done had other rates than in `spec`."""
+    if spec.optimizer.schedule not in EXTENDABLE:  # there `differences` has compared all
+        return
+    counts = np.arange(step)
+    is_same = learning_rate(before)(counts) == learning_rate(spec)(counts)
+    if not is_same.all():
+        last = is_same.argmin()
+        problem = f"checkpoint {step} had other learning rates from step {last + 1} on"
+        remedy = "keep num_steps and optimizer.decay_share, or go on in a copy of --workdir "
+        remedy += f"without its checkpoints after step {last}"
+        raise usage_error("config.num_steps", spec.num_steps, problem, remedy)
+
+
+def _own_schedule(spec: Spec) -> optax.Schedule:
+    """Makes the schedule of the user's own; raises UsageError where it is none.
+
+    Its rates are computed for up to 512 updates, evenly spread, and have to be finite and >= 0.
+    """
+    name = spec.optimizer.schedule.partition("@")[0]
+    function = load_function(_SCHEDULE, name)
+    counts = np.unique(np.linspace(0, spec.num_steps - 1, 512, dtype=np.int32))
+    try:
+        schedule = function.call(spec)
+
+        def rate(count):
+            return jnp.asarray(schedule(jnp.asarray(count)), jnp.float32)
+
+        with jax.ensure_compile_time_eval():  # also where the caller is traced
+            rates = jax.jit(functools.partial(jax.lax.map, rate))(counts)
+    except Exception as error:
+        remedy = "it takes a Spec and returns a function of the count of updates, for jax.jit"
+        raise usage_error(_SCHEDULE, name, function.describe(error), remedy) from error
+    for count, value in zip(counts, np.asarray(rates), strict=True):
+        if value.shape or not 0 <= value < np.inf:
+            problem = f"the learning rate of step {count + 1} is {value.tolist()}"
+            raise usage_error(_SCHEDULE, name, problem, "return one number, finite and >= 0")
+    return rate
 
 
 def warmup_steps(spec: Spec) -> int:

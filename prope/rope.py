@@ -67,22 +67,25 @@ def frequencies(
     return np.where(rotated, max_wavelength ** (-2.0 * pairs / head_dim), 0.0)
 
 
-def rotation_table(positions: ArrayLike, freqs: np.ndarray) -> jax.Array:
+def rotation_table(positions: ArrayLike, freqs: ArrayLike) -> jax.Array:
     """Computes cosine and sine of every pair's angle: float32 [2, ..., P] for integers [...].
 
-    `freqs` [P] are radians per token in [0, 2 pi), such as those of `frequencies`. The error is at
-    most 1.2e-7 at every 32-bit position, negative ones too; 64-bit positions beyond become nan.
-    One table per step serves all layers of one encoding.
+    `freqs` [P] are radians per token in [0, 2 pi), such as those of `frequencies`; of several heads
+    they are [K, P], and the table is [2, ..., K, P]. The error is at most 1.2e-7 at every 32-bit
+    position, negative ones too; 64-bit positions beyond become nan. One table per step serves all
+    layers of one encoding.
 
     Raises:
       TypeError: positions are not integers.
       ValueError: a position in an array of NumPy does not fit into 32 bits.
     """
-    return phase_table(positions, phase_per_token(tuple(map(float, freqs))))
+    freqs = np.asarray(freqs, np.float64)
+    phases = phase_per_token(tuple(freqs.ravel().tolist()))
+    return phase_table(positions, phases.reshape(2, *freqs.shape))
 
 
 def phase_table(positions: ArrayLike, phases: ArrayLike) -> jax.Array:
-    """Computes `rotation_table` from `phase_per_token`, uint32 [2, P], which may be traced."""
+    """Computes `rotation_table` from phases, uint32 [2, P] or [2, K, P], which may be traced."""
     positions = _array("positions", positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(
@@ -90,21 +93,29 @@ def phase_table(positions: ArrayLike, phases: ArrayLike) -> jax.Array:
             "Floating positions round (bfloat16 from 257 on): pass jnp.int32"
         )
     narrow = positions.astype(_narrow(positions.dtype))
-    high, low = phases
-    over_pairs = (1,) * positions.ndim + (-1,)
-    cos, sin = _cos_sin(narrow[..., None], high.reshape(over_pairs), low.reshape(over_pairs))
+    high, low = (jnp.expand_dims(x, range(positions.ndim)) for x in phases)
+    over_pairs = range(positions.ndim, high.ndim)
+    cos, sin = _cos_sin(jnp.expand_dims(narrow, over_pairs), high, low)
     table = jnp.stack([cos, sin])
     if positions.dtype.itemsize > 4:
-        fits = narrow.astype(positions.dtype) == positions
-        table = jnp.where(fits[..., None][None], table, jnp.nan)
+        fits = jnp.expand_dims(narrow.astype(positions.dtype) == positions, over_pairs)
+        table = jnp.where(fits[None], table, jnp.nan)
     # Without the barrier XLA fuses the table into every rotation, and computes it for every head.
     return jax.lax.optimization_barrier(table)
 
 
 def rotate(inputs: jax.Array, table: jax.Array) -> jax.Array:
-    """Rotates `inputs` [B, T, N, H] by a table [2, B, T, P], in at least float32; casts last."""
+    """Rotates `inputs` [B, T, N, H] by a table, in at least float32; casts last.
+
+    The table is [2, B, T, P], or [2, B, T, K, P], of which N / K heads after one another take one.
+    """
     dtype = inputs.dtype if inputs.dtype == jnp.float64 else jnp.float32
-    cos, sin = table.astype(dtype)[:, :, :, None, None, :]
+    table = table.astype(dtype)
+    if table.ndim == 4:
+        table = table[:, :, :, None]
+    elif table.shape[3] > 1:
+        table = jnp.repeat(table, inputs.shape[2] // table.shape[3], axis=3)
+    cos, sin = table[..., None, :]
     # The two halves get an axis of their own: LLVM vectorises these loops and their gradient's.
     pairs = table.shape[-1]
     halves = inputs.astype(dtype).reshape(*inputs.shape[:-1], 2, pairs)

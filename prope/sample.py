@@ -2,17 +2,26 @@
 
     python -m prope.sample --workdir=runs/quickstart --prompt="Return a new list that"
     python -m prope.sample --workdir=runs/quickstart --prompts=FILE --temperature=0
+    python -m prope.sample --workdir=runs/smollm2 --chat
 
 The prompts are read in chunks, which fill the KV cache; one compiled loop then samples a token for
 every row at a time. A row's continuation does not depend on the other rows, up to rounding. Row i
 draws with fold_in(key(seed), i). Started on every host of a pod as training is, it uses all their
 devices; process 0 reads the prompts and prints.
+
+With --chat a prompt is a message to a model that was made for chats: the chat template in its
+tokenizer's folder writes it, <bos> included, and special tokens of the template end the answer.
+Without prompts, the lines of stdin up to an empty one are a chat, each answered in view of all
+before it.
 """
+
+import functools
 
 from absl import flags
 from absl.flags import FLAGS
 
 from prope import command
+from prope.errors import usage_error
 from prope.inference import options
 
 
@@ -24,6 +33,7 @@ def define_flags() -> None:
     command.define_place("prompts", "file with one prompt per line; empty lines are skipped")
     start = "token before a prompt: that of a document, <bos> or the family's separator, or none"
     flags.DEFINE_enum("start", "document", ["document", "none"], start)
+    flags.DEFINE_boolean("chat", False, "prompts are messages of a chat, not text to continue")
     options.define_dtype()
     flags.DEFINE_integer(
         "length", 200, "largest number of tokens per prompt; a row ends earlier at <eos>"
@@ -40,14 +50,23 @@ def define_flags() -> None:
 
 
 def main() -> dict:
-    """Samples; returns the texts and the speed."""
-    from prope.inference.generation import Sampling, continue_prompts, read_prompts
+    """Samples; returns the texts and the speed, of a chat those of its last answer."""
+    from prope.inference.generation import Sampling, continue_prompts, read_message, read_prompts
     from prope.runtime.processes import call_on_first
 
     sampling = Sampling(FLAGS.length, FLAGS.temperature, FLAGS.top_k, FLAGS.top_p)
-    texts = call_on_first(lambda: read_prompts(FLAGS.prompt, FLAGS.prompts))
+    start = FLAGS.start
+    ask = str  # no message
+    if FLAGS.chat:
+        if FLAGS["start"].present:
+            raise usage_error("--start", start, "has no effect with --chat; leave it out")
+        start = "chat"
+        if not (FLAGS.prompt or FLAGS.prompts):
+            ask = functools.partial(call_on_first, read_message)
+    first = ask()
+    texts = [first] if first else call_on_first(lambda: read_prompts(FLAGS.prompt, FLAGS.prompts))
     return continue_prompts(
-        FLAGS.workdir, FLAGS.step, texts, sampling, FLAGS.seed, FLAGS.start, FLAGS.dtype
+        FLAGS.workdir, FLAGS.step, texts, sampling, FLAGS.seed, start, FLAGS.dtype, ask
     )
 
 

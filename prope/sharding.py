@@ -107,10 +107,7 @@ def use(mesh: Mesh) -> contextlib.AbstractContextManager:
 
 def num_shards(letter: str) -> int:
     """Counts the shards of an axis in use, on the mesh of the surrounding `use`; 1 outside."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return 1
-    return _size(mesh, _MESH_AXES.get(letter, ()))
+    return _size(jax.sharding.get_abstract_mesh(), _MESH_AXES.get(letter, ()))
 
 
 def constrain(x: jax.Array, axes: str) -> jax.Array:
@@ -163,14 +160,12 @@ def shard_mapped(function: Callable, axes: Sequence[str], results: Sequence[str]
         for letters, x in zip(axes, arrays, strict=True):
             sizes |= zip(letters, x.shape, strict=True)
 
-        def spec(letters):
-            rule = _spec if "B" in letters else _param_spec
+        def spec(rule, letters):
             return rule(mesh, letters, [sizes[letter] for letter in letters])
 
-        in_specs = tuple(
-            _spec(mesh, letters, x.shape) for letters, x in zip(axes, arrays, strict=True)
-        )
-        out_specs = tuple(map(spec, results)) or in_specs[0]
+        in_specs = tuple(spec(_spec, letters) for letters in axes)
+        rules = [_spec if "B" in letters else _param_spec for letters in results]
+        out_specs = tuple(map(spec, rules, results)) or in_specs[0]
         mapped = jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return mapped(*arrays)
 
@@ -286,10 +281,7 @@ def rank_positions(C: int, T: int) -> np.ndarray:
 
 def context_size() -> int:
     """Returns C, over how many devices a sequence is split; 1 outside `use`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return 1
-    return mesh.shape["context"]
+    return _size(jax.sharding.get_abstract_mesh(), ["context"])
 
 
 def context_rank() -> jax.Array | int:
@@ -328,8 +320,7 @@ def all_gather_sequence(rows: jax.Array) -> jax.Array:
     if context_size() == 1:
         return rows
     with jax.named_scope("all_gather_sequence"):
-        gathered = jax.lax.all_gather(rows, "context", tiled=True)
-        return _join_rows(gathered, len(rows))
+        return _join_rows(jax.lax.all_gather(rows, "context", tiled=True), len(rows))
 
 
 def split_heads(rows: jax.Array) -> jax.Array:
@@ -374,13 +365,12 @@ def state_shardings(state, mesh: Mesh):
     """
 
     def rule(keys, leaf):
-        parameter = parameters.find(keys)
-        if parameter is None or leaf.size < _MIN_SHARD_SIZE:
-            return NamedSharding(mesh, PartitionSpec())
-        _, axes = parameter
-        if len(axes) != leaf.ndim:  # a sum over some axes, of Adafactor
-            return NamedSharding(mesh, PartitionSpec())
-        return NamedSharding(mesh, _param_spec(mesh, axes, leaf.shape))
+        _, axes = parameters.find(keys) or (None, "")
+        spec = PartitionSpec()
+        # With other axes it is a sum over some, of Adafactor.
+        if leaf.size >= _MIN_SHARD_SIZE and len(axes) == leaf.ndim:
+            spec = _param_spec(mesh, axes, leaf.shape)
+        return NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(rule, state)
 
@@ -409,17 +399,14 @@ def _spec(mesh, axes: str, shape: Sequence[int]) -> PartitionSpec:
 
     def shard(letter, size):
         mesh_axes = _MESH_AXES.get(letter, ())
-        if not mesh_axes or size % _size(mesh, mesh_axes):
-            return None
-        if len(mesh_axes) == 1:
-            return mesh_axes[0]
-        return mesh_axes
+        divides = size % _size(mesh, mesh_axes) == 0
+        return mesh_axes if mesh_axes and divides else None
 
     return PartitionSpec(*map(shard, axes, shape))
 
 
 def _size(mesh, axes: Sequence[str]) -> int:
-    return math.prod(mesh.shape[axis] for axis in axes)
+    return math.prod(mesh.shape.get(axis, 1) for axis in axes)
 
 
 def hash_batch(batch: dict[str, jax.Array]) -> jax.Array:

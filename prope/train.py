@@ -51,7 +51,7 @@ from prope.data.windows import Windows, prefetch, train_batch
 from prope.errors import UsageError, log, warn_if_unwritten
 from prope.inference.losses import LossEvaluation
 from prope.inference.paired import sums_folder
-from prope.optimizer import warmup_steps
+from prope.optimizer import check_extension, decay_begin, warmup_steps
 from prope.runtime.environment import check_environment
 from prope.runtime.files import append_jsonl, as_path
 from prope.runtime.interrupts import Interrupts
@@ -73,6 +73,7 @@ from prope.spec.run import Spec
 from prope.step import Prepared, compile_step, init_state, prepare, resolve_attention
 from prope.workdir.checkpoints import Checkpoints, newest_undamaged
 from prope.workdir.hashes import hash_arrays
+from prope.workdir.logs import check_log_to
 from prope.workdir.metrics import MetricWriter
 from prope.workdir.reader import CheckpointReader
 from prope.workdir.records import UNCONVERTED
@@ -109,6 +110,7 @@ def train(
         opened.enter_context(joined())
 
         # The directory, the data, the devices. Invalid input of one process ends all.
+        call_on_first(lambda: check_log_to(spec))
         with raise_on_all():
             lease = opened.enter_context(open_workdir(path, spec, interrupts.ask_to_stop))
         source = open_source(spec, path, init_from)
@@ -129,7 +131,8 @@ def train(
             _log_run(spec, windows)
 
         # The state to start from, and the files to write.
-        checkpoints = opened.enter_context(Checkpoints(path, spec.checkpoint))
+        stable = decay_begin(spec)  # a longer run may go on from there
+        checkpoints = opened.enter_context(Checkpoints(path, spec.checkpoint, stable))
         start, params, opt_state, init_hash = start_or_resume(
             spec, checkpoints, source, prepared, windows
         )
@@ -199,7 +202,7 @@ def train(
             checkpoints.check()
             if go_on(f"step {step}") and is_due(step, spec.eval_every):
                 evaluate(step, params, evaluation)
-            if is_due(step, spec.checkpoint_every) or interrupts.wants_save:
+            if is_due(step, spec.checkpoint_every) or step == stable or interrupts.wants_save:
                 with writer.pause():
                     with raise_on_all():
                         _check_room(path, state)  # disks fill up while runs go on
@@ -305,6 +308,7 @@ def resume(spec: Spec, checkpoints: Checkpoints, prepared: Prepared, windows: Wi
             raise UsageError(f"--workdir={checkpoints.directory.parent}: {problem}: {remedy}")
         reader = CheckpointReader(checkpoints.directory / str(step))
         check_same(spec, reader.spec, f"checkpoint {step} is of another config")
+        check_extension(spec, reader.spec, step)
         expected = data_state(spec, windows, step)
         if reader.data != expected:
             other = f"was trained on other data ({reader.data}, now {expected})"

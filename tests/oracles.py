@@ -27,10 +27,14 @@ def frequencies(head_dim, max_wavelength=10_000, p=1.0):
 
 
 def rotate(inputs, positions, freqs):
-    """Rotates lanes k and k + H/2 of inputs [B, T, N, H] by positions [B, T] times freqs [P]."""
+    """Rotates lanes k and k + H/2 of inputs [B, T, N, H] by positions [B, T] times freqs.
+
+    These are [P], or [K, P] for N / K heads after one another.
+    """
     first, second = np.split(float64(inputs), 2, axis=-1)
-    radians = float64(positions)[..., None] * freqs
-    radians = np.expand_dims(radians, 2)
+    freqs = np.atleast_2d(freqs)
+    heads = np.arange(np.shape(inputs)[2]) * len(freqs) // np.shape(inputs)[2]
+    radians = float64(positions)[..., None, None] * freqs[heads]
     cos = np.cos(radians)
     sin = np.sin(radians)
     rotated_first = first * cos - second * sin
@@ -203,7 +207,9 @@ def layer_windows(config):
 
 
 def layer_frequencies(config):
-    """p-RoPE's frequencies of each layer, [L][P], with the fields of layers with a window."""
+    """The frequencies of each layer, custom or p-RoPE's, [L][P] or [L][K, P]."""
+    if config.rope_type == "custom":
+        return [np.array(layer) for layer in config.rope_frequencies]
     percentages = np.broadcast_to(config.rope_percentage, config.num_layers)
     freqs = []
     for p, window in zip(percentages, layer_windows(config), strict=True):
@@ -307,8 +313,8 @@ def decoder(
 ):
     """Returns the logits [B, T, V] of the decoder of a config.model.
 
-    `freqs` [L][P] are p-RoPE's by default. A layer of `windows` that is not None sees so many keys;
-    they follow from the config by default.
+    `freqs` [L][P] or [L][K, P] are those of the config by default. A layer of `windows` that is
+    not None sees so many keys; they follow from the config by default.
     `scale` multiplies the attention logits of layers without a window. `rotate_fn` is called for
     every layer in turn.
     """

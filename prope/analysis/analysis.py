@@ -11,7 +11,7 @@ from etils import epath
 from prope.analysis import census, channels, measures
 from prope.analysis.choices import Tokens, choose_tokens, parse_layers, parse_places
 from prope.analysis.sequences import read_sequences
-from prope.analysis.walk import Walk
+from prope.analysis.walk import Walk, mean_over_sequences
 from prope.errors import log, usage_error
 from prope.inference.opening import check_folder, results_folder
 from prope.inference.statistics import average_seeds
@@ -19,7 +19,6 @@ from prope.model import Captured
 from prope.pages import analysis as page
 from prope.runtime import processes
 from prope.runtime.files import write_atomic
-from prope.spec.layers import Layer
 from prope.workdir.checkpoints import list_steps
 from prope.workdir.run import Run, find_runs, open_run
 
@@ -106,24 +105,21 @@ def analyse(workdir: epath.Path, options, folder: epath.Path | None = None) -> d
         "seconds": time.monotonic() - start,
         "device": jax.devices()[0].device_kind,
     }
-    result = json.loads(json.dumps(result), parse_float=_round)
+    # Six digits are what float32 has.
+    rounded = json.loads(json.dumps(result), parse_float=lambda x: float(f"{float(x):.6g}"))
     if processes.is_first():
         output = (folder or workdir / "analysis") / "analysis.json"
         output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(output, json.dumps(result))
-    return result
-
-
-def _round(number: str) -> float:
-    """Rounds to six digits, which is what float32 has."""
-    return float(f"{float(number):.6g}")
+        write_atomic(output, json.dumps(rounded))
+    return rounded
 
 
 def _describe_run(run: Run, T: int) -> dict:
     """Collects fields of a run that tell its encoding and its training.
 
-    `frequencies` [L][P] are those of each layer in sequences of T tokens. `kinds` are the layers
-    that have the same ones and the same window, in the order of their first layers.
+    `frequencies` [L][P] are those of each layer in sequences of T tokens, the largest over its key
+    heads; where these differ, `head_frequencies` [L][K][P] are theirs. `kinds` are the layers that
+    have the same ones and the same window, in the order of their first layers.
     """
     model = run.spec.model
     layers = model.layers_at(T)
@@ -136,8 +132,10 @@ def _describe_run(run: Run, T: int) -> dict:
             "rope_percentage": layer.rope_percentage,
             "rotated_pairs": layer.num_rotated,
         }
-        kind = kinds.setdefault((layer.window, *layer.frequencies), values)
+        kind = kinds.setdefault((layer.window, layer.frequencies.tobytes()), values)
         kind["layers"].append(layer.number)
+    by_head = [layer.frequencies.tolist() for layer in layers]
+    differ = any(row != rows[0] for rows in by_head for row in rows)
     return {
         "step": run.step,
         "dtype": "float32",
@@ -147,15 +145,15 @@ def _describe_run(run: Run, T: int) -> dict:
         "max_wavelength": model.max_wavelength,
         "seed": run.spec.seed,
         "trained_on": run.spec.data.seq_len,
-        "frequencies": [layer.frequencies.tolist() for layer in layers],
+        "frequencies": [layer.frequencies.max(axis=0).tolist() for layer in layers],
+        **({"head_frequencies": by_head} if differ else {}),
         "kinds": list(kinds.values()),
     }
 
 
 def _measure(walk: Walk, options, layers, heads, places, tokens: Tokens) -> dict:
     """Measures the layers; describes the heads and the channels, or the strongest ones."""
-    count = options.channels
-    measured = measure_layers(walk, layers, count, tokens.positions(), tokens.after)
+    measured = measure_layers(walk, layers, options.channels, tokens.positions(), tokens.after)
     views = measured.pop("views")
     reasons = dict.fromkeys(heads, "asked for")
     if not heads:
@@ -207,8 +205,15 @@ def measure_layers(
         scoring = walk.scoring[number]
         x, batches = walk.layer(number, x, on_layer=functools.partial(on_layer, scoring))
         values, views = zip(*batches, strict=True)
-        mean = _mean_over_sequences(values, B)
-        result["layers"].append(_describe_layer(layer, mean))
+        mean = mean_over_sequences(values, B)
+        described = {
+            "layer": number,
+            "sliding_window": layer.window,
+            "rotated_pairs": layer.num_rotated,
+        }
+        norms = ("query_norms", "key_norms", "value_norms")
+        described |= {name: getattr(mean, name).tolist() for name in norms}
+        result["layers"].append(described)
         result["heads"] += census.score_heads(layer, mean, scoring, after)
         result["views"][number] = views[0]
         result["channels"] += channels.strongest_channels(layer, mean, scoring, T, count)
@@ -218,26 +223,11 @@ def measure_layers(
     return result
 
 
-def _mean_over_sequences(batches: tuple[measures.Measures, ...], B: int) -> measures.Measures:
-    """Averages fields [b, ...] of batches, of which the last one may be filled up, over B."""
-    return jax.tree.map(lambda *parts: np.concatenate(parts)[:B].mean(axis=0), *batches)
-
-
-def _describe_layer(layer: Layer, mean: measures.Measures) -> dict:
-    norms = ("query_norms", "key_norms", "value_norms")
-    return {
-        "layer": layer.number,
-        "sliding_window": layer.window,
-        "rotated_pairs": layer.num_rotated,
-        **{name: getattr(mean, name).tolist() for name in norms},
-    }
-
-
 def _ablate_strongest(walk: Walk, losses: np.ndarray, count: int, result: dict) -> None:
     """Leaves the strongest channels of all layers, with the loss without each."""
     loss, stderr, *_ = average_seeds(losses.tolist())
     result["loss"] = {"loss": loss, "stderr": stderr}
-    by_strength = sorted(result["channels"], key=lambda channel: -channel["strength"])
-    result["channels"] = by_strength[:count]
+    result["channels"].sort(key=lambda channel: -channel["strength"])
+    del result["channels"][count:]
     log.info("loss %.4f; now without each of %d channels", loss, len(result["channels"]))
     channels.ablate(walk, result["channels"], losses)

@@ -7,7 +7,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from prope.analysis.channels import strengths
+from prope.analysis.channels import by_query_head, strengths
 from prope.analysis.measures import FROM, Measures, Scoring, View
 from prope.spec.layers import Layer
 
@@ -37,8 +37,9 @@ def score_heads(
                             depends on what tokens are; otherwise ""
     """
     strength = strengths(measures, scoring)
-    quarter = len(layer.frequencies) // 4
-    fast = strength[:, :quarter] @ (layer.frequencies[:quarter] > 0)
+    quarter = strength.shape[1] // 4
+    rotates = by_query_head(layer.frequencies > 0, strength)
+    fast = (strength * rotates)[:, :quarter].sum(axis=1)
     total = strength.sum(axis=1)
     fast_share = fast / np.maximum(total, 1e-30)
     head_of = [None] * len(strength)
@@ -53,8 +54,7 @@ def score_heads(
     for head in range(len(strength)):
         record = {"layer": layer.number, "head": head}
         for name in SCORES:
-            values = getattr(measures, name)
-            record[name] = float(values[head])
+            record[name] = float(getattr(measures, name)[head])
         record["high_frequency_share"] = float(fast_share[head])
         record["head_of"] = head_of[head]
         record["positional"] = max(record["diagonal"], record["previous_token"])
@@ -85,8 +85,7 @@ def rank_correlation(run: dict, draws: int = 9999) -> dict | None:
     from scipy import stats
 
     names = ("high_frequency_share", "positional")
-    values = [[head[name] for head in run["heads"]] for name in names]
-    ranks = stats.rankdata(values, axis=1)
+    ranks = stats.rankdata([[head[name] for head in run["heads"]] for name in names], axis=1)
     count = len(run["heads"])
     is_constant = ranks.std(axis=1) == 0
     if count < 3 or is_constant.any():

@@ -29,10 +29,10 @@ def strengths(measures: Measures, scoring: Scoring) -> np.ndarray:
     """
     query = np.asarray(measures.query_norms, np.float64)
     key = np.asarray(measures.key_norms, np.float64)
-    return query * _by_query_head(key, query) * scoring.scale
+    return query * by_query_head(key, query) * scoring.scale
 
 
-def _by_query_head(keys: np.ndarray, queries: np.ndarray) -> np.ndarray:
+def by_query_head(keys: np.ndarray, queries: np.ndarray) -> np.ndarray:
     """Repeats rows of key heads for the query heads that attend to them."""
     return np.repeat(keys, len(queries) // len(keys), axis=0)
 
@@ -50,26 +50,25 @@ def strongest_channels(
     to_first, to_others     contributions to the logit of the first token, and on average to those
                             of the others
     """
-    freqs = layer.frequencies
-    P = len(freqs)
     strength = strengths(measures, scoring)
+    P = strength.shape[1]
+    freqs = by_query_head(layer.frequencies, strength)
     total = strength.sum(axis=1, keepdims=True)
     by_pair = {
         "strength": strength,
         "share": strength / np.maximum(total, 1e-30),
         "query_norm": measures.query_norms,
-        "key_norm": _by_query_head(measures.key_norms, strength),
+        "key_norm": by_query_head(measures.key_norms, strength),
         "to_first": measures.to_first,
         "to_others": measures.to_others,
     }
-    slow = np.flatnonzero((np.arange(P) >= P // 2) | (freqs == 0))
-    order = np.argsort(-strength[:, slow], axis=None)
+    is_slow = (np.arange(P)[None] >= P // 2) | (freqs == 0)
+    order = np.argsort(-np.where(is_slow, strength, -1.0), axis=None, kind="stable")
     records = []
-    for index in order[:count].tolist():
-        head, place = divmod(index, len(slow))
-        pair = int(slow[place])
+    for index in order[: min(count, is_slow.sum())].tolist():
+        head, pair = divmod(index, P)
         record = {"layer": layer.number, "head": head, "pair": pair}
-        record["frequency"] = float(freqs[pair])
+        record["frequency"] = float(freqs[head, pair])
         record["largest_rotation"] = record["frequency"] * (scoring.reach(seq_len) - 1)
         record |= {name: float(values[head, pair]) for name, values in by_pair.items()}
         records.append(record)
@@ -132,8 +131,7 @@ def show_channels(walk: Walk, chosen: list[tuple[int, ...]], window: list[int]) 
 
         x, batches = walk.layer(layer, x, on_layer=on_layer)
         for index, place in enumerate(places):
-            parts = [batch[index] for batch in batches]
-            lanes = np.concatenate(parts, axis=1)
+            lanes = np.concatenate([batch[index] for batch in batches], axis=1)
             lanes = lanes[:, : len(walk.tokens)]
             records[place] = _describe_channel(walk, place, lanes, window)
     return [records[place] for place in chosen]
@@ -149,7 +147,9 @@ def _describe_channel(
     |..| cos(psi - r): first 0 at r = psi + pi / 2.
     """
     layer, head, pair = place
-    frequency = float(walk.layers[layer].frequencies[pair])
+    N = walk.spec.num_heads
+    freqs = walk.layers[layer].frequencies
+    frequency = float(freqs[head * len(freqs) // N, pair])
     vectors = lanes.astype(np.float64).view(complex)[..., 0]
     query, key, _, rotated_query, rotated_key = vectors
     mean = query[:, 1:].mean()
@@ -188,8 +188,7 @@ def _added_by_distance(query: np.ndarray, key: np.ndarray) -> tuple[np.ndarray, 
 
     on_first = query.conj() * key[:, :1]
     pairs = zip(query, key[:, 1:], strict=True)
-    correlations = [correlate(queries, keys) for queries, keys in pairs]
-    products = np.mean(correlations, axis=0)
+    products = np.mean([correlate(queries, keys) for queries, keys in pairs], axis=0)
     count = query.shape[1]
     counts = np.arange(count, 0, -1)  # at distances 0, 1 ..
     return on_first.real.mean(axis=0), products.real[count - 1 :] / counts

@@ -10,17 +10,20 @@ from prope.data.tasks.synthetic import text_of
 from prope.data.tokenizer import load_tokenizer, token_name
 from prope.errors import UsageError, log, usage_error
 from prope.runtime.files import read_text
-from prope.spec.data import override_dataset
+from prope.spec.data import is_generated, override_dataset
 from prope.spec.run import Spec
 from prope.workdir.run import Run
 
 MIN_TOKENS = FROM + 1  # the shortest sequence
 
 
-def read_sequences(run: Run, options) -> tuple[list[list[int]], list[list[str]], dict]:
+def read_sequences(
+    run: Run, options, split: str | None = None
+) -> tuple[list[list[int]], list[list[str]], dict]:
     """Reads the sequences to analyse: of the file of --text, or of documents.
 
-    The documents are those of --dataset, without it the run's.
+    The documents are those of --dataset, without it the run's, of a split. By default that is
+    validation, and all of a text that the run was not trained on.
 
     Returns ids [B, T], the names of these tokens [B, T], and {"source": dataset or file, "split":
     of a dataset}.
@@ -33,7 +36,9 @@ def read_sequences(run: Run, options) -> tuple[list[list[int]], list[list[str]],
         data = dataclasses.replace(data, seq_len=seq_len)
         spec = dataclasses.replace(spec, data=data)
         source = data.dataset
-        tokens, split = _read_documents(run, spec, options.sequences)
+        if is_generated(source):
+            split = None
+        tokens, split = _read_documents(run, spec, options.sequences, split)
     else:
         source = options.text
         tokens = _read_file(source, spec.data.tokenizer)[:, :seq_len]
@@ -64,14 +69,14 @@ def _read_file(path: str, name: str) -> np.ndarray:
     return np.append(tokenizer.special.start, ids)[None]
 
 
-def _read_documents(run: Run, spec: Spec, count: int) -> tuple[np.ndarray, str]:
+def _read_documents(run: Run, spec: Spec, count: int, split: str | None) -> tuple[np.ndarray, str]:
     """Reads the beginnings of documents of `spec.data`, [B, T], and names their split.
 
-    The split is validation, and all of a text that the run was not trained on. T is the greatest
-    length that a document has, up to spec.data.seq_len; shorter documents are left out.
+    T is the greatest length that a document has, up to spec.data.seq_len; shorter documents are
+    left out.
     """
     data = spec.data
-    windows = open_text(data, spec.model.vocab_size, None, run.spec.data, run.checkpoint.data)
+    windows = open_text(data, spec.model.vocab_size, split, run.spec.data, run.checkpoint.data)
     documents = windows.document_starts(count)
     longest = max(map(len, documents), default=0)
     if longest < MIN_TOKENS:
@@ -79,6 +84,5 @@ def _read_documents(run: Run, spec: Spec, count: int) -> tuple[np.ndarray, str]:
         raise usage_error("config.data.dataset", data.dataset, problem, "give a --text=FILE")
     tokens = np.stack([document for document in documents if len(document) == longest])
     if len(tokens) < count or longest < data.seq_len:
-        message = "found %d documents of %d tokens in split %s"
-        log.info(message, len(tokens), longest, windows.split)
+        log.info("found %d documents of %d tokens in split %s", len(tokens), longest, windows.split)
     return tokens, windows.split

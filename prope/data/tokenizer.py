@@ -28,7 +28,7 @@ from prope.runtime.files import (
 
 # SentencePiece writes a space as this character, and so reads the character itself as a space.
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-_FIELD = "config.data.tokenizer"
+FIELD = "config.data.tokenizer"
 _REMEDY = (
     "give byte, a folder with tokenizer.json or tokenizer.model, or the file of either; "
     "python -m prope.data.train_tokenizer makes one"
@@ -153,12 +153,12 @@ class JsonTokenizer:
         borders = {self.special.pad, self.special.eos, self.special.start}
         tokens = [self.tokenizer.id_to_token(i) for i in sorted(borders)]
         self.tokenizer.add_special_tokens(tokens)  # some files have them as ordinary ones
-        self.tokenizer.encode_special_tokens = True
         self._borders = borders
-        # Not in text, so they may lie beyond a model's vocabulary: Gemma 3 has one for images.
-        unused = {
+        self.special_ids = {
             token["id"] for token in values.get("added_tokens") or () if token.get("special")
-        } - {*borders, self.special.unk}
+        }
+        # Not in text, so they may lie beyond a model's vocabulary: Gemma 3 has one for images.
+        unused = self.special_ids - {*borders, self.special.unk}
         ids = self.tokenizer.get_vocab().values()
         self.vocab_size = max(ids) + 1
         self.text_size = max(set(ids) - unused) + 1
@@ -166,11 +166,13 @@ class JsonTokenizer:
         identity = json.dumps(identity, sort_keys=True).encode()
         self.fingerprint = hashlib.sha256(identity).hexdigest()
 
-    def encode(self, text: bytes) -> np.ndarray:
+    def encode(self, text: bytes, has_markup: bool = False) -> np.ndarray:
         """Encodes UTF-8 text, without special ids: int32 [tokens].
 
-        It is lossless unless the file normalises text.
+        It is lossless unless the file normalises text. With markup, the name of a special token is
+        that token.
         """
+        self.tokenizer.encode_special_tokens = not has_markup
         (encoding,) = self.tokenizer.encode_batch_fast([text.decode()], add_special_tokens=False)
         return np.array(encoding.ids, np.int32)
 
@@ -197,7 +199,7 @@ def _load_model(path: str, model: bytes):
         processor = None
     if not processor or not processor.vocab_size():  # an empty file has no ids
         problem = "cannot be read: it is not a SentencePiece model"
-        raise usage_error(_FIELD, path, problem, _REMEDY)
+        raise usage_error(FIELD, path, problem, _REMEDY)
     return processor
 
 
@@ -219,7 +221,7 @@ def special_ids_of(path: str, processor) -> SpecialIds:
 def _without_end(path: str):
     problem = "has no end token, which ends every document"
     remedy = "name one as eos_token in tokenizer_config.json beside it"
-    return usage_error(_FIELD, path, problem, remedy)
+    return usage_error(FIELD, path, problem, remedy)
 
 
 def _load_json(path: str, content: bytes) -> tuple[Any, dict]:
@@ -236,7 +238,7 @@ def _load_json(path: str, content: bytes) -> tuple[Any, dict]:
     except Exception as error:  # the library has no other kind
         problem = f"tokenizer.json cannot be used: {first_line(error)}"
         remedy = "download it again, or load it with AutoTokenizer and call save_pretrained"
-        raise usage_error(_FIELD, path, problem, remedy) from None
+        raise usage_error(FIELD, path, problem, remedy) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer, values
@@ -305,7 +307,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == "byte":
         return ByteTokenizer()
-    path = as_path(_FIELD, name)
+    path = as_path(FIELD, name)
 
     def read() -> tuple[epath.Path, bytes]:
         file = tokenizer_file(path)
@@ -315,10 +317,10 @@ def load_tokenizer(name: str) -> Tokenizer:
         file, content = retry_reads(path, read)
     except IsADirectoryError:
         problem = f"holds neither {' nor '.join(TOKENIZER_FILES)}"
-        raise usage_error(_FIELD, name, problem, _REMEDY) from None
+        raise usage_error(FIELD, name, problem, _REMEDY) from None
     except OSError as error:
         problem = f"cannot be read: {error.strerror or 'no such file'}"
-        raise usage_error(_FIELD, name, problem, _REMEDY) from None
+        raise usage_error(FIELD, name, problem, _REMEDY) from None
     if file.suffix == ".json":
         beside = {other: read_beside(file, other) for other in _BESIDE}
         return _json_tokenizer(name, content, json.dumps(beside))

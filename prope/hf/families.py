@@ -145,7 +145,7 @@ class Family(NamedTuple):
     needs_window: bool = False  # even where no layer slides
     needs_divisor: bool = False  # num_attention_heads has to divide hidden_size
     adds_one: bool = False  # norms multiply by 1 + w, as prope's do; otherwise by w
-    names: Mapping[str, tuple[str, ...]] = _NONE  # by parameter: other tensors
+    names: Mapping[str, str] = _NONE  # by parameter: other tensors
 
     @property
     def rotates_by_kind(self) -> bool:
@@ -163,8 +163,7 @@ def _has_window(values: dict) -> bool:
 
 
 def _slides_in_qwen(values: dict, number: int) -> bool:
-    first = read_value(values, "max_window_layers", at_least(0))
-    return _has_window(values) and number >= first
+    return _has_window(values) and number >= read_value(values, "max_window_layers", at_least(0))
 
 
 _LLAMA = {
@@ -240,7 +239,7 @@ _ROW_GEMMA_2 = Family(
     needs_window=True,
     needs_divisor=True,
     adds_one=True,
-    names={"layers/pre_ffw_norm/scale": ("pre_feedforward_layernorm",)},
+    names={"layers/pre_ffw_norm/scale": "pre_feedforward_layernorm"},
 )
 _ROW_GEMMA_3 = _ROW_GEMMA_2._replace(
     hf_class="Gemma3ForCausalLM",
@@ -556,7 +555,8 @@ def _changed_by(family: Family, model: ModelSpec, ropes: list[dict]) -> dict[str
     }
     if not _has_ropes(family, model.kinds, ropes):
         name = _rope_field(model)
-        changed[name] = "one number" if name == "rope_percentage" else getattr(ModelSpec, name)
+        is_each = name in ("rope_percentage", "rope_pairs", "rope_frequencies")
+        changed[name] = "one for all layers" if is_each else getattr(ModelSpec, name)
     if family.needs_divisor and model.embed_dim % model.num_heads:
         changed["num_heads"] = "a divisor of embed_dim"
     return changed
@@ -576,8 +576,9 @@ def _rope_field(model: ModelSpec) -> str:
     """Names the field that gives layers different rotations."""
     if isinstance(model.rope_percentage, tuple):
         return "rope_percentage"
-    fields = ("local_max_wavelength", "local_rope_percentage", "rope_scaling_type", "logit_scale")
-    set_fields = (field for field in fields if getattr(model, field) not in (None, "none"))
+    fields = ("rope_pairs", "rope_frequencies", "local_max_wavelength", "local_rope_percentage")
+    fields += ("rope_scaling_type", "logit_scale")
+    set_fields = (field for field in fields if getattr(model, field) not in (None, "none", "", ()))
     return next(set_fields, "global_head_dim")
 
 

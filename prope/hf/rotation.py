@@ -56,7 +56,12 @@ def write_rotations(model: ModelSpec) -> list[dict]:
 def _write_rope(model: ModelSpec, layer: Layer) -> dict:
     H = layer.head_dim
     theta = layer.max_wavelength
-    freqs = layer.frequencies
+    freqs = layer.frequencies[0]
+    if (layer.frequencies != freqs).any():
+        problem = f"key heads of layer {layer.number} rotate different pairs"
+        remedy = "choose pairs with --per=layer, which all heads of a layer have in common"
+        field = "rope_pairs" if model.rope_pairs else "rope_frequencies"
+        raise usage_error(f"config.model.{field}", getattr(model, field), problem, remedy)
     scale = layer.logit_scale
     scaling = "none" if layer.is_local else model.rope_scaling_type
     is_rope = model.rope_type == "proportional" and np.all(freqs > 0)

@@ -280,8 +280,7 @@ class Prompts:
             "tokenizer": self._tokenizer.fingerprint,
         }
         count = len(self.about["rows"]) * options.trials
-        fingerprint = fingerprint_of({"seq_len": T} | self.about)
-        self.selection = Selection(list(range(count)), fingerprint)
+        self.selection = Selection(list(range(count)), fingerprint_of({"seq_len": T} | self.about))
         self.dataset = f"longcontext/{task}"
         self.seq_len = T
         self.trial(self.about["rows"][0], 0)  # raises where it cannot be asked
@@ -341,8 +340,7 @@ def rank_first(logprobs: np.ndarray) -> np.ndarray:
     first = logprobs[:, :1]
     others = logprobs[:, 1:]
     better = (~(others <= first)).sum(axis=1)
-    equal = (others == first).sum(axis=1)
-    return 1 + better + equal / 2
+    return 1 + better + (others == first).sum(axis=1) / 2
 
 
 def summarize(
@@ -355,8 +353,7 @@ def summarize(
     wrong = [trials[i].kinds[likeliest[i]] for i in np.flatnonzero(rank != 1)]
     summary = {"wrong": dict(collections.Counter(wrong))}
     for name, hits in (("accuracy", rank == 1), ("exact", exact)):
-        test = stats.binomtest(int(hits.sum()), len(hits))
-        interval = test.proportion_ci(method="wilson")
+        interval = stats.binomtest(int(hits.sum()), len(hits)).proportion_ci(method="wilson")
         summary[name] = float(hits.mean())
         summary[f"{name}_interval"] = tuple(map(float, interval))
     means = {

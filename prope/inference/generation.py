@@ -9,7 +9,9 @@ Axes: B rows, T prompt length, V vocab.
 """
 
 import dataclasses
+import functools
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -20,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from prope import model, sharding
+from prope.data.chat import encode_chat
 from prope.data.tokenizer import GEMMA_IDS, Tokenizer, load_tokenizer, token_name
 from prope.errors import log, usage_error
 from prope.inference.opening import for_this_machine
@@ -239,10 +242,10 @@ def filter_logits(sampling: Sampling, logits: Logits) -> Logits:
     return jnp.put_along_axis(excluded, ids, best, axis=-1, inplace=False)
 
 
-def pad_prompts(rows: Sequence) -> tuple[Prompts, Rows]:
-    """Pads the tokens of prompts to (prompts [B, T], lengths [B])."""
+def pad_prompts(rows: Sequence, T: int = 0) -> tuple[Prompts, Rows]:
+    """Pads the tokens of prompts to (prompts [B, T], lengths [B]), by default to the longest."""
     lengths = np.array(list(map(len, rows)), np.int32)
-    prompts = np.zeros((len(rows), lengths.max()), np.int32)
+    prompts = np.zeros((len(rows), T or lengths.max()), np.int32)
     for prompt, row in zip(prompts, rows, strict=True):
         prompt[: len(row)] = row
     return jnp.asarray(prompts), jnp.asarray(lengths)
@@ -271,6 +274,12 @@ def read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
     return texts
 
 
+def read_message() -> str:
+    """Reads a message of a chat, a line of stdin; an empty one ends the chat."""
+    print("> ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip()
+
+
 def load_vocabulary(spec: Spec, workdir: str) -> Tokenizer:
     """Loads a run's tokenizer.
 
@@ -296,23 +305,37 @@ def continue_prompts(
     seed: int,
     start: str = "document",
     dtype: str | None = None,
+    ask: Callable[[], str] = str,
 ) -> dict:
     """Continues `texts` with a checkpoint of a run; returns the command's JSON object.
 
-    Before a text stands what documents begin with, unless `start` is "none". The model is computed
-    in `dtype`, by default the run's.
+    Before a text stands what documents begin with, unless `start` is "none". If it is "chat", each
+    text is a message, of which the tokenizer's chat template makes a prompt. A chat goes on with
+    the messages that `ask` returns, up to an empty one; the result is then that of the last. The
+    model is computed in `dtype`, by default the run's.
     """
     run = open_run(workdir, step)
     spec = for_this_machine(run.spec.model, dtype)
     with processes.raise_on_all():
         tokenizer = load_vocabulary(run.spec, workdir)
-    special = tokenizer.special
-    start_ids = [special.start] if start == "document" else []
-    prompts = [start_ids + tokenizer.encode(text.encode()).tolist() for text in texts]
+        special = tokenizer.special
+        stops = [*special.ends, *run.spec.data.stop_ids]
+        start_ids = [special.start] if start == "document" else []
+        between = ""
+        encode = functools.partial(encode_chat, run.spec.data.tokenizer, tokenizer)
+        turns = [[text] for text in texts]
+        if start == "chat":
+            between = "\n"
+            prompts = list(map(encode, turns))
+            # Those that the template writes: the end of a turn, and the beginning of the next.
+            stops += tokenizer.special_ids.intersection(*prompts)
+        else:
+            prompts = [start_ids + tokenizer.encode(text.encode()).tolist() for text in texts]
     if not all(prompts):
         problem = "an empty prompt then has no token to continue"
         raise usage_error("--start", start, problem, "give text, or --start=document")
-    first = token_name(tokenizer, special.start) if start_ids else None
+    names = {"document": token_name(tokenizer, special.start), "chat": "the chat template"}
+    first = names.get(start)
     log.info("before a prompt: %s; computed in %s", first or "nothing", spec.dtype)
     unknown = sum(np.count_nonzero(special.is_unknown(np.array(ids))) for ids in prompts)
     if unknown:
@@ -323,22 +346,32 @@ def continue_prompts(
         log.info("%d tokens is longer than the %d that the run was trained on", longest, trained)
     run, params = run.restore_newest_valid(Run.params)
     advise_dtype(spec.dtype)
-    stops = (*special.ends, *run.spec.data.stop_ids)
     sampling = dataclasses.replace(
-        sampling, eos=special.eos, stop_ids=stops, pad=special.pad, vocab_size=tokenizer.vocab_size
+        sampling,
+        eos=special.eos,
+        stop_ids=tuple(stops),
+        pad=special.pad,
+        vocab_size=tokenizer.vocab_size,
     )
-    tokens, seconds = generate(spec, sampling, params, prompts, seed)
-    continuations = []
-    count = 0
-    for text, prompt, row in zip(texts, prompts, tokens.tolist(), strict=True):
-        ends = (i for i, token in enumerate(row) if token in stops)
-        stop = next(ends, len(row))
-        count += min(stop + 1, len(row))
-        # Decoded alone, some tokenizers leave out the space before it.
-        before = len(tokenizer.decode(prompt))
-        continuation = tokenizer.decode([*prompt, *row[:stop]])[before:]
-        continuations.append(continuation)
-        log.info("%s%s", text, continuation)
+    while True:
+        tokens, seconds = generate(spec, sampling, params, prompts, seed)
+        continuations = []
+        count = 0
+        for text, prompt, row in zip(texts, prompts, tokens.tolist(), strict=True):
+            ends = (i for i, token in enumerate(row) if token in stops)
+            stop = next(ends, len(row))
+            count += min(stop + 1, len(row))
+            # Decoded alone, some tokenizers leave out the space before it.
+            before = len(tokenizer.decode(prompt))
+            continuation = tokenizer.decode([*prompt, *row[:stop]])[before:]
+            continuations.append(continuation)
+            log.info("%s%s%s", text, between, continuation)
+        message = ask()
+        if not message:
+            break
+        turns[0] += [continuation, message]
+        prompts = [encode(turns[0])]
+        texts = [message]
     return {
         "text": continuations[0],
         "texts": continuations,
@@ -363,7 +396,10 @@ def generate(
     """Continues rows of tokens on all devices: tokens [B, length], and how long what took."""
     mesh = sharding.make_mesh()
     replicated = NamedSharding(mesh, PartitionSpec())
-    prompts, lengths = jax.device_put(pad_prompts(rows), replicated)
+    longest = max(map(len, rows))
+    # To a power of two, or whole chunks: few lengths, so that few programs are compiled.
+    T = min(1 << (longest - 1).bit_length(), -(-longest // _CHUNK) * _CHUNK)
+    prompts, lengths = jax.device_put(pad_prompts(rows, T), replicated)
     make_keys = jax.jit(row_keys, static_argnums=(0, 1), out_shardings=replicated)
     keys = make_keys(seed, len(rows))
     ended = jax.device_put(np.full(len(rows), sampling.eos, np.int32), replicated)

@@ -7,6 +7,7 @@ losses.py evaluates losses, asking.py tasks.
 
 import dataclasses
 import functools
+import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -14,8 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from etils import epath
 
 from prope import sharding
+from prope.config import read_pairs
 from prope.encodings import INTERVENTIONS, SCALINGS, can_rescale
-from prope.errors import log, usage_error
+from prope.errors import UsageError, log, usage_error
 from prope.inference.options import ENCODINGS, Options
 from prope.inference.paired import sums_folder
 from prope.runtime import processes
@@ -29,7 +31,7 @@ from prope.workdir.checkpoints import list_steps
 from prope.workdir.records import find_evaluation, read_jsonl
 from prope.workdir.run import Run, find_runs, open_run
 
-_CHANGED_BY_FLAGS = ("model.dtype", "data.bos_every_window")
+_CHANGED_BY_FLAGS = ("model.dtype", "model.rope_pairs", "data.bos_every_window")
 _BANDS = 8  # that --intervene tries where it names none
 
 
@@ -70,9 +72,12 @@ def choose_encodings(run: Run, options: Options) -> list[str | None]:
     """Returns the encoding of the flags, or the interventions that change what the run computes."""
     if options.intervene is None:
         return [options.encoding]
+    spec = run.spec
+    if options.pairs is not None:
+        spec = dataclasses.replace(spec, model=keep_pairs(spec.model, options.pairs))
     encodings = []
-    for encoding in parse_interventions(options.intervene, run.spec.model):
-        if changes_rotation(run.spec, encoding):
+    for encoding in parse_interventions(options.intervene, spec.model):
+        if changes_rotation(spec, encoding):
             encodings.append(encoding)
         else:
             log.info("%s: %s left out, for these pairs do not rotate", run.workdir, encoding)
@@ -119,11 +124,6 @@ def for_this_machine(model: ModelSpec, dtype: str | None) -> ModelSpec:
     return dataclasses.replace(model, attention="auto", global_attention=None, dtype=dtype)
 
 
-def cut_window(model: ModelSpec, keys: int | None, sinks: int = 0) -> ModelSpec:
-    """Returns the model with full layers that see the last `keys` and the first `sinks` only."""
-    return dataclasses.replace(model, test_window=keys, test_sinks=sinks)
-
-
 def rescale(model: ModelSpec, encoding: str, length: int, factor: float = 1.0) -> ModelSpec:
     """Returns the model with the scaling or intervention that --encoding or --intervene names.
 
@@ -151,6 +151,19 @@ def rescale(model: ModelSpec, encoding: str, length: int, factor: float = 1.0) -
     if "original_seq_len" in SCALINGS[scaling] and model.original_seq_len is None:
         fields["original_seq_len"] = length
     return dataclasses.replace(model, **fields)
+
+
+def keep_pairs(model: ModelSpec, pairs: str) -> ModelSpec:
+    """Returns the model of which some pairs alone rotate: --pairs, a file or rope_pairs."""
+    if model.rope_pairs:
+        problem = f"the run has config.model.rope_pairs={model.rope_pairs[:40]} of its own"
+        raise usage_error("--pairs", pairs, problem, "leave it out")
+    text = read_pairs("--pairs", pairs) if pairs.endswith(".json") else pairs
+    try:
+        return dataclasses.replace(model, rope_pairs=text)
+    except UsageError as error:
+        _, _, problem = str(error).partition(": ")
+        raise usage_error("--pairs", pairs, problem) from None
 
 
 def cannot_change(model: ModelSpec, encoding: str | None) -> str:
@@ -198,6 +211,8 @@ def specs_by_length(spec: Spec, options: Options, encoding: str | None) -> dict[
     trained = spec.data.seq_len
     length = spec.data.position_range or trained
     plain = for_this_machine(spec.model, options.dtype)
+    if options.pairs is not None:
+        plain = keep_pairs(plain, options.pairs)
     if encoding:
         original = rescale(plain, encoding, length).original_seq_len or trained
         if plain.rope_scaling_type != "none":  # from the original length to that of training
@@ -262,6 +277,8 @@ def _cache_key(run: Run, encoding: str | None, evaluation) -> dict:
     ours = evaluation.spec.flat()
     theirs = run.spec.flat()
     changed = {name: ours[name] for name in _CHANGED_BY_FLAGS if ours[name] != theirs[name]}
+    if "model.rope_pairs" in changed:  # of all heads, they are long
+        changed["model.rope_pairs"] = hashlib.sha256(model.rope_pairs.encode()).hexdigest()[:12]
     if changed:
         key["changed"] = changed
     return key

@@ -17,7 +17,16 @@ from prope.pages.drawing import (
     show_image,
     styles,
 )
-from prope.pages.heads import FAST_SHARE, SCORES, channel, heads, longest, maps, name_of
+from prope.pages.heads import (
+    FAST_SHARE,
+    SCORES,
+    channel,
+    heads,
+    longest,
+    maps,
+    name_of,
+    rotated_of_head,
+)
 
 KINDS = {kind: f"mostly on {words}" for kind, words in SCORES.items()}
 KINDS |= {"semantic": "semantic", "": "none"}
@@ -95,14 +104,12 @@ def stack_rows(rows: list, mode: str = "constant", **options) -> np.ndarray:
 
 
 def rotated_by_layer(analysis: dict) -> np.ndarray:
-    """Returns which pairs of the measured layers rotate, [L, P].
+    """Returns which pairs of the measured layers rotate, [L, P], those of any head.
 
     A layer with fewer pairs than others has no border where they end.
     """
-    layers = [layer["layer"] for layer in analysis["layers"]]
-    freqs = [analysis["frequencies"][layer] for layer in layers]
-    rotated = [np.array(row) > 0 for row in freqs]
-    return stack_rows(rotated, "edge")
+    freqs = [analysis["frequencies"][layer["layer"]] for layer in analysis["layers"]]
+    return stack_rows([np.array(row) > 0 for row in freqs], "edge")
 
 
 def usage(analysis: dict) -> Picture:
@@ -137,14 +144,14 @@ def usage_by_head(analysis: dict, drawn: set[tuple[int, int]]) -> Picture:
             labels = []
             rows = []
             ends = []
-            for layer, rotated in zip(analysis["layers"], rotated_by_layer(analysis), strict=True):
+            for layer in analysis["layers"]:
                 sharing = len(layer["query_norms"]) // len(layer[name])
                 for head in sorted({head // sharing for at, head in drawn if at == layer["layer"]}):
                     labels.append(f"{layer['layer']}.{head}")
                     rows.append(layer[name][head])
-                    ends.append(rotated)
+                    ends.append(rotated_of_head(analysis, layer, head, len(layer[name])))
             values = stack_rows(rows, constant_values=np.nan)
-            borders = None if "values" in kind else np.array(ends)
+            borders = None if "values" in kind else stack_rows(ends, "edge")
             draw_heatmap(axes, values, kind, "layer.head", labels, borders)
 
     caption = (
@@ -249,9 +256,9 @@ def _draw_bars(logits, losses, records, names, shift, colour) -> None:
     label = f"{logit.replace('_', ' ')}, mean"
     values = [record[logit] for record in records]
     logits.barh(places, values, 0.36, color=colour, label=label)
-    changed = [index for index, record in enumerate(records) if record[change]]
-    if changed:
-        values = [records[index][change]["difference"] for index in changed]
-        errors = [records[index][change]["stderr"] or 0 for index in changed]
+    changes = {place: x[change] for place, x in zip(places, records, strict=True) if x[change]}
+    if changes:
+        values = [x["difference"] for x in changes.values()]
+        errors = [x["stderr"] or 0 for x in changes.values()]
         bars = {"color": colour, "ecolor": TEXT, "label": change}
-        losses.barh(places[changed], values, 0.36, xerr=errors, **bars)
+        losses.barh(list(changes), values, 0.36, xerr=errors, **bars)

@@ -95,13 +95,14 @@ def encoding_picture(run: Run) -> Picture:
     kinds = {}
     for layer in model.layers:
         same = kinds.setdefault((layer.window, layer.frequencies.tobytes()), [])
-        same.append(layer.frequencies)
+        same.append(layer)
     curves = {}
     for (window, _), same in kinds.items():
         seen = f"window {window:,}" if window else "no window"
         count = "1 layer" if len(same) == 1 else f"{len(same)} layers"
-        rotated = f"{np.count_nonzero(same[0])} pairs rotate"
-        curves[f"{count}, {seen}, {rotated}"] = same[0]
+        pairs = same[0].num_rotated
+        rotated = f"{pairs} pairs rotate" if isinstance(pairs, int) else "pairs by key head"
+        curves[f"{count}, {seen}, {rotated}"] = same[0].frequencies.max(axis=0)
 
     one_turn = 2 * np.pi / run.spec.data.seq_len
 

@@ -79,7 +79,7 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
 
 def _slowest_period(run: Run) -> float:
     """Computes the number of tokens in which the slowest pair that rotates comes round."""
-    freqs = np.concatenate([layer.frequencies for layer in run.spec.model.layers])
+    freqs = np.concatenate([layer.frequencies.ravel() for layer in run.spec.model.layers])
     if not freqs.any():
         return math.inf
     return 2 * math.pi / freqs[freqs > 0].min()
@@ -116,7 +116,7 @@ def _average_cells(records: list[dict]) -> tuple[list, list, np.ndarray]:
 
     Returns (rows, lengths, values [rows, lengths]), nan where nothing was run.
     """
-    shares: dict[tuple, list[float]] = {}
+    shares = {}
     for record in records:
         for cell in record["cells"]:
             place = (cell["row"], record["seq_len"])
@@ -153,7 +153,7 @@ def _draw_distances(axes, by_run: list[list[dict]], distances: dict, guess: floa
 
 def _count_by_octave(records: list[dict]) -> dict[int, np.ndarray]:
     """Counts (right answers, prompts) by the octave of their distance to the evidence."""
-    counts: dict[int, np.ndarray] = {}
+    counts = {}
     for record in records:
         for cell in record["cells"]:
             octave = 2 ** int(math.log2(cell["distance"]))

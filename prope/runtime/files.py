@@ -56,12 +56,13 @@ _CONTENT_CODES = {"os_error": (errno.ENOENT,), "http_response": (404, 410, 416)}
 CONTEXT = ts.Context({"cache_pool": {"total_bytes_limit": 2**26}})
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # of a folder, the first that is there
-_PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}  # by scheme: which read and write its URLs
+_PACKAGES = {"gs://": "gcsfs", "s3://": "s3fs"}  # which read and write URLs that begin so
+_READERS = _PACKAGES | {"hf://datasets/": "huggingface_hub"}  # of text
 # Flags and fields whose places are written.
 _WRITTEN = ("workdir", "output", "plot", "sweep", "cache_dir")
 _URL_NAMES = re.compile(r"\w[\w.~/=,+@!()-]*", re.ASCII)
 # Other hosts write to a bucket, too: what it lists is asked for every time.
-for _scheme in ("gcs", *_PACKAGES):
+for _scheme in ("gcs", "gs", "s3"):
     fsspec.config.conf.setdefault(_scheme, {})["use_listings_cache"] = False
 
 
@@ -91,13 +92,14 @@ def as_path(field: str, place: epath.PathLike) -> epath.Path:
         remedy = "write the whole path, or ./~NAME"
         raise usage_error(field, text, "the home folder is not known", remedy)
     if "://" in text or re.match(r"[\w+.-]+:/", text):
-        if not text.startswith(tuple(f"{scheme}://" for scheme in _PACKAGES)):
-            problem = f"must be a local path, or a URL of {' or '.join(_PACKAGES)}"
+        packages = _READERS if field.endswith("data_dir") else _PACKAGES
+        package = next((packages[start] for start in packages if text.startswith(start)), None)
+        if package is None:
+            problem = f"must be a local path, or a URL of {' or '.join(packages)}"
             raise usage_error(field, text, problem, "a path with a colon begins with ./")
         if not _URL_NAMES.fullmatch(text.partition("://")[2]) or ".." in text.split("/"):
             problem = "a URL must be BUCKET/NAME/.. of ASCII letters, digits and ._~=,+@!()-"
             raise usage_error(field, text, problem)
-        package = _PACKAGES[text[:2]]
         if not importlib.util.find_spec(package):
             raise usage_error(field, text, f"needs a package: pip install {package}")
     elif is_url(epath.Path(os.path.abspath(text))):
@@ -356,11 +358,16 @@ def parse_json(content: str | bytes):
 
 
 def append_jsonl(path: epath.Path, *records: dict) -> None:
-    """Appends JSON objects, each as a line of its own, also after a line that was cut short.
+    """Appends JSON objects, each as a line of its own; raises UsageError as `append_lines` does."""
+    append_lines(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def append_lines(path: epath.Path, text: str) -> None:
+    """Appends lines, also after one that was cut short.
 
     Raises UsageError as `check_regular` does.
     """
-    lines = "".join(json.dumps(record) + "\n" for record in records).encode()
+    lines = text.encode()
     if not is_url(path):
         check_regular(path)
         with open(path, "a+b", buffering=0) as file:
@@ -451,12 +458,3 @@ def local_copy(path: epath.Path) -> Iterator[epath.Path]:
         system, root = fsspec.core.url_to_fs(str(path))
         retry_reads(path, lambda: system.get(root, str(local), recursive=True))
         yield local
-
-
-def tfrecord_checksum(content: bytes) -> bytes:
-    """Computes the 4 bytes that end a part of a TFRecord: a rotated CRC-32C plus a constant."""
-    import google_crc32c
-
-    crc = google_crc32c.value(content)
-    rotated = crc >> 15 | crc << 17
-    return ((rotated + 0xA282EAD8) % 2**32).to_bytes(4, "little")

@@ -138,8 +138,7 @@ def wait() -> None:
     """Waits, up to a week, until all processes call this; a collective fails after 30 s on CPUs."""
     if _count > 1:
         with watchdog.paused():  # what holds another one up, its own ends
-            barrier = f"prope-{next(_barrier_ids)}"
-            distributed.global_state.client.wait_at_barrier(barrier, _WEEK_MS)
+            distributed.global_state.client.wait_at_barrier(f"prope-{next(_barrier_ids)}", _WEEK_MS)
 
 
 def call_on_first(function: Callable[[], T]) -> T:
@@ -228,7 +227,9 @@ def check_count() -> None:
     except (AssertionError, RuntimeError) as error:  # JAX asserts that there is a device
         cause = f"JAX finds no such device ({first_line(error)})"
         remedy = f"look to its driver, or {NO_PLATFORM}"
-        raise usage_error("JAX_PLATFORMS", jax.config.jax_platforms, cause, remedy) from error
+        values = jax.config.values
+        name = "jax_platform_name" if values["jax_platform_name"] else "jax_platforms"
+        raise usage_error(name.upper(), values[name], cause, remedy) from error
     if count != _count:
         actual = f"{count} processes, of which this is number {jax.process_index()}"
         remedy = "set PROPE_PROCESSES=auto and start the same command on all hosts, or use one host"
@@ -292,7 +293,7 @@ def leave(code: int) -> None:
 
 def _join(wanted: str) -> None:
     """Joins the processes that the value of PROPE_PROCESSES names."""
-    arguments: dict = {}
+    arguments = {}
     expected = "as many as the cluster has were expected"
     if wanted != "auto":
         address = _ADDRESS.fullmatch(wanted)

@@ -3,10 +3,19 @@
 import dataclasses
 import math
 import string
-from typing import Any
 
 from prope.errors import UsageError, nearest, usage_error
-from prope.spec.fields import AT_LEAST_1, NOT_NEGATIVE, SHARE, check_fields, one_of, rule, setting
+from prope.spec.fields import (
+    AT_LEAST_1,
+    NOT_NEGATIVE,
+    SHARE,
+    changeable,
+    check_fields,
+    one_of,
+    rule,
+    setting,
+)
+from prope.user_code import is_user_code
 
 LOSS_ON = ("all", "targets")
 EMBEDDED = ("python_docs", "python_source")  # datasets that every Python installation has
@@ -21,9 +30,8 @@ GENERATED = {
     ),
 }
 # Fields that each source of a mixture has for itself.
-_SOURCE_FIELDS = (
-    *("dataset", "data_dir", "text_feature", "template", "separator", "loss_on", "store"),
-)
+_SOURCE_FIELDS = ("dataset", "data_dir", "pattern", "text_feature", "template", "separator")
+_SOURCE_FIELDS += ("loss_on", "store")
 _MIXTURE_FIELDS = ("weight", *_SOURCE_FIELDS)
 
 _IDS = rule(lambda ids: all(type(i) is int and i >= 0 for i in ids), "must be ids, such as (106,)")
@@ -41,14 +49,22 @@ class DataSpec:
     dataset: str = setting(
         "python_docs",
         "python_docs | python_source | files | a TFDS name such as wikipedia/20230601.en | "
+        "my_module:documents, a function of your own that yields texts | "
         "mixture | synthetic/ and copy, recall or mix | longcontext/ and a task of "
         "prope/data/tasks or mix",
     )
-    data_dir: str = setting(
-        "", "folder or gs:// URL of the TFDS data or of the files", may_change=True
+    data_dir: str = changeable(
+        "",
+        "folder or gs:// URL of the TFDS data or of the files, which may be on the Hub, too: "
+        "hf://datasets/OWNER/NAME@REVISION/PATH",
+    )
+    pattern: str = setting(
+        "",
+        "files to read by their paths in data_dir, as **/*.md, where ** is any folders; empty: "
+        "those of text",
     )
     text_feature: str = setting(
-        "text", "feature of a TFDS record, or key of a JSON line, that holds the text"
+        "text", "column of a table, key of a JSON line, or feature of a TFDS record: the text"
     )
     template: str = setting(
         "", 'instead of text_feature: features in braces, as in "Q: {inputs}\\nA: {targets}"'
@@ -61,11 +77,8 @@ class DataSpec:
         "tokens with a loss: all | targets (only those of the template's last feature)",
         one_of(*LOSS_ON),
     )
-    stop_ids: tuple = setting(
-        (),
-        "ids besides <eos> that end a sampled text, as an import has them",
-        _IDS,
-        may_change=True,
+    stop_ids: tuple = changeable(
+        (), "ids besides <eos> that end a sampled text, as an import has them", _IDS
     )
     mixture: tuple = setting(
         (),
@@ -93,25 +106,16 @@ class DataSpec:
         "path; files: at least one, and none by it where names of files tell the split",
         SHARE,
     )
-    max_bad_rows: int = setting(
-        0,
-        "documents that cannot be read and are left out; more of them are refused",
-        NOT_NEGATIVE,
-        may_change=True,
+    max_bad_rows: int = changeable(
+        0, "documents that cannot be read and are left out; more of them are refused", NOT_NEGATIVE
     )
-    cache_dir: str = setting(
-        "",
-        "folder or gs:// URL of token stores; empty: $PROPE_CACHE, else the user's cache folder",
-        may_change=True,
+    cache_dir: str = changeable(
+        "", "folder or gs:// URL of token stores; empty: $PROPE_CACHE, else the user's cache folder"
     )
-    store: str = setting(
-        "",
-        "a finished token store, as prope.data.prepare prints its place: the text is not needed",
-        may_change=True,
+    store: str = changeable(
+        "", "a finished token store, as prope.data.prepare prints its place: the text is not needed"
     )
-    num_workers: int = setting(
-        0, "processes that tokenise; 0: one per core", NOT_NEGATIVE, may_change=True
-    )
+    num_workers: int = changeable(0, "processes that tokenise; 0: one per core", NOT_NEGATIVE)
 
     def __post_init__(self):
         check_fields(self, "config.data.")
@@ -166,11 +170,11 @@ def override_dataset(data: DataSpec, dataset: str | None, data_dir: str | None) 
     if data_dir and dataset is None and data.dataset == "mixture":
         problem = "the run's data is a mixture, whose sources have folders of their own"
         raise usage_error("--data_dir", data_dir, problem, "give --dataset, too")
-    fields: dict[str, Any] = {}
+    fields = {}
     if dataset is not None:
-        separator = data.separator if dataset == data.dataset else ""
-        fields = {"mixture": (), "template": "", "separator": separator, "loss_on": "all"}
-        fields |= {"dataset": dataset}
+        fields = {"mixture": (), "template": "", "loss_on": "all", "dataset": dataset}
+        if dataset != data.dataset:
+            fields |= {"separator": "", "pattern": ""}
     if dataset is not None or data_dir is not None:
         fields |= {"data_dir": data_dir or "", "store": ""}
     return dataclasses.replace(data, **fields)
@@ -211,7 +215,7 @@ def _check_source(source: dict, prefix: str) -> None:
         problem = f"there is no such task{nearest(dataset, known)}; there are {', '.join(known)}"
         require("dataset", dataset in known, problem)
         unused = ("data_dir", "template", "store")
-    elif dataset in EMBEDDED:
+    elif dataset in EMBEDDED or is_user_code(dataset):
         unused = ("data_dir", "template")
     else:
         unused = ()
@@ -219,7 +223,9 @@ def _check_source(source: dict, prefix: str) -> None:
         problem += "a folder of text is dataset=files with data_dir=FOLDER"
         require("data_dir", bool(source["data_dir"] or source["store"]), problem)
     if dataset != "files":
-        unused += ("separator",)
+        unused += ("separator", "pattern")
+        is_hub = source["data_dir"].startswith("hf://")
+        require("data_dir", not is_hub, "the Hub is read by dataset=files alone")
     for name in unused:
         require(name, not source[name], f"has no effect with {prefix}dataset={dataset}; remove it")
     require("loss_on", source["loss_on"] in LOSS_ON, f"must be one of {', '.join(LOSS_ON)}")

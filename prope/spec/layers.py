@@ -5,14 +5,13 @@ Axes: H head_dim, K key/value heads, F hidden_dim, L layers, P = H / 2 rotation 
 
 import dataclasses
 import functools
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from prope.encodings import layer_frequencies, logit_scale
-from prope.spec.kinds import FULL, SHARING_SUFFIX, SLIDING
+from prope.spec.kinds import FULL, SHARING_SUFFIX, SLIDING, parse_interval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +37,8 @@ class Layer:
     cache_index: int = dataclasses.field(compare=False)  # of those in the cache of its kind
     rope_percentage: float = dataclasses.field(compare=False)
     max_wavelength: float = dataclasses.field(compare=False)  # before any scaling
-    # Radians per token of every pair, float64 [P], and whether a pair adds nothing to scores.
+    # Radians per token of every pair of every key head, float64 [K, P], by which the queries of its
+    # group rotate, too; and whether a pair adds nothing to scores.
     frequencies: np.ndarray = dataclasses.field(compare=False)
     removed: np.ndarray = dataclasses.field(compare=False)  # bool [P]
 
@@ -48,13 +48,18 @@ class Layer:
         return self.kind == SLIDING
 
     @property
-    def num_rotated(self) -> int:
-        """How many pairs rotate."""
-        return int(np.count_nonzero(self.frequencies))
+    def num_rotated(self) -> int | list[int]:
+        """How many pairs rotate; where heads differ, of every key head."""
+        counts = np.count_nonzero(self.frequencies, axis=1).tolist()
+        return counts[0] if len(set(counts)) == 1 else counts
 
 
 def _head_dim(model, kind: str) -> int:
     return model.head_dim if kind == SLIDING else model.global_head_dim or model.head_dim
+
+
+def _num_kv_heads(model, kind: str) -> int:
+    return (kind == FULL and model.num_global_kv_heads) or model.num_kv_heads
 
 
 def key_value_sources(model) -> list[int]:
@@ -88,7 +93,7 @@ def build_layers(model, seq_len: int | None) -> tuple[Layer, ...]:
             window=model.test_window if is_full else model.sliding_window,
             sinks=model.test_sinks if is_full else 0,
             head_dim=_head_dim(model, kind),
-            num_kv_heads=(is_full and model.num_global_kv_heads) or model.num_kv_heads,
+            num_kv_heads=_num_kv_heads(model, kind),
             hidden_dim=model.hidden_dim * (2 if is_wide else 1),
             key_is_value=is_full and model.global_key_is_value,
             shares_kv=shares_kv,
@@ -99,7 +104,7 @@ def build_layers(model, seq_len: int | None) -> tuple[Layer, ...]:
             row=number,
             kv_source=source,
             cache_index=model.kinds[:source].count(kind),
-            **rotations[number]._asdict(),
+            **rotations[number],
         )
         layers.append(layer)
     shapes = {
@@ -114,17 +119,8 @@ def build_layers(model, seq_len: int | None) -> tuple[Layer, ...]:
     )
 
 
-class _Rotation(NamedTuple):
-    """What `Layer` has of these names."""
-
-    rope_percentage: float
-    max_wavelength: float
-    frequencies: np.ndarray
-    removed: np.ndarray
-
-
-def _rotations(model, seq_len: int | None) -> list[_Rotation]:
-    """Computes how every layer rotates, [L]."""
+def _rotations(model, seq_len: int | None) -> list[dict[str, Any]]:
+    """Computes how every layer rotates, [L]: the last four fields of `Layer`."""
     p = model.rope_percentage
     percentages = p if isinstance(p, tuple) else (p,) * model.num_layers
     compute = functools.cache(functools.partial(layer_frequencies, model, seq_len))
@@ -133,6 +129,9 @@ def _rotations(model, seq_len: int | None) -> list[_Rotation]:
     divisors = {"stop": np.inf, "interpolate": model.rope_scaling_factor}  # of frequencies
     divisor = divisors.get(model.rope_scaling_type, 1.0)
     removes = model.rope_scaling_type == "remove"
+    numbers = _custom_numbers(model)
+    kept = parse_pairs(model) if model.rope_pairs else []
+    sources = key_value_sources(model)
     rotations = []
     for number, kind in enumerate(model.kinds):
         is_local = kind == SLIDING
@@ -142,23 +141,94 @@ def _rotations(model, seq_len: int | None) -> list[_Rotation]:
             wavelength = model.local_max_wavelength
         if is_local and model.local_rope_percentage is not None:
             layer_p = model.local_rope_percentage
-        freqs = compute(_head_dim(model, kind), layer_p, wavelength, is_local)
+        freqs = compute(_head_dim(model, kind), layer_p, wavelength, is_local, numbers[number])
+        K = _num_kv_heads(model, kind)
+        if freqs.ndim == 2 and len(freqs) != K:
+            problem = f"layer {number} has {K} key heads; got numbers of {len(freqs)}"
+            raise ValueError(f"rope_frequencies: {problem}")
+        freqs = np.broadcast_to(freqs, (K, freqs.shape[-1]))
+        if kept:
+            freqs = np.where(kept[sources[number]], freqs, 0.0)
         if divisor != 1.0:
             freqs = np.where(bands[number], freqs / divisor, freqs)
         removed = bands[number] if removes else no_pairs[number]
-        rotations.append(_Rotation(layer_p, wavelength, freqs, removed))
+        rotation = {"rope_percentage": layer_p, "max_wavelength": wavelength}
+        rotations.append(rotation | {"frequencies": freqs, "removed": removed})
     return rotations
 
 
-def _logit_scales(model, rotations: list[_Rotation]) -> list[float]:
+def _custom_numbers(model) -> Sequence[tuple]:
+    """Returns the `rope_frequencies` of every layer, [L]."""
+    numbers = model.rope_frequencies
+    if not (numbers and isinstance(numbers[0], tuple)):
+        return [numbers] * model.num_layers
+    if len(numbers) != model.num_layers:
+        problem = f"needs numbers for all layers or for each of {model.num_layers}"
+        raise ValueError(f"rope_frequencies: {problem}; got those of {len(numbers)} layers")
+    for number, source in enumerate(key_value_sources(model)):
+        if numbers[number] != numbers[source]:
+            problem = f"layer {number} takes the keys of layer {source}, which rotate once"
+            raise ValueError(f"rope_frequencies: {problem}; give both the same numbers")
+    return numbers
+
+
+def _logit_scales(model, rotations: list[dict[str, Any]]) -> list[float]:
     """Computes the factor on the scores of every layer, [L]; layers with a window have none."""
-    rotate = [bool(rotation.frequencies.any()) for rotation in rotations]
-    is_full = [kind == FULL for kind in model.kinds]
-    none_rotates = not any(np.logical_and(rotate, is_full))  # then all have yarn's
-    return [
-        logit_scale(model, rotate[number] or none_rotates) if is_full[number] else 1.0
-        for number in range(model.num_layers)
-    ]
+    rotate = np.array([rotation["frequencies"].any() for rotation in rotations])
+    is_full = np.array(model.kinds) == FULL
+    rotate |= not (rotate & is_full).any()  # where none rotates, all have yarn's
+    scales = [logit_scale(model, rotates) for rotates in rotate]
+    return np.where(is_full, scales, 1.0).tolist()
+
+
+# --- Chosen pairs ---------------------------------------------------------------------------------
+
+
+def parse_pairs(model) -> list[np.ndarray]:
+    """Parses `rope_pairs`: which pairs of every key head of every layer it keeps, bool [L][K, P].
+
+    It has a text such as 0-7,12 for every key head of a layer, with spaces between, or one for all;
+    and such a line for every layer, with semicolons between, or one for all. - keeps no pair.
+
+    Raises ValueError, which begins with the field's name, where it does not fit the model.
+    """
+    lines = model.rope_pairs.split(";")
+    if len(lines) not in (1, model.num_layers):
+        problem = f"has {len(lines)} layers, and the model {model.num_layers}"
+        raise ValueError(f"rope_pairs: {problem}; choose pairs of this model")
+    kept = []
+    for number, kind in enumerate(model.kinds):
+        heads = lines[number if len(lines) > 1 else 0].split()
+        K = _num_kv_heads(model, kind)
+        if len(heads) not in (1, K):
+            problem = f"layer {number} has {len(heads)} key heads, and in the model {K}"
+            raise ValueError(f"rope_pairs: {problem}; choose pairs of this model")
+        P = _head_dim(model, kind) // 2
+        rows = [_parse_pairs_of_head(head, P, number) for head in heads]
+        kept.append(np.broadcast_to(rows, (K, P)))
+    return kept
+
+
+def _parse_pairs_of_head(text: str, num_pairs: int, layer: int) -> np.ndarray:
+    kept = np.zeros(num_pairs, bool)
+    for part in [] if text == "-" else text.split(","):
+        pairs = parse_interval(part, num_pairs)
+        if not pairs:
+            problem = f"layer {layer}: {part!r} are no pairs of 0 to {num_pairs - 1}"
+            raise ValueError(f"rope_pairs: {problem}; give such as 0-7,12, or - for none")
+        kept[pairs] = True
+    return kept
+
+
+def format_pairs(kept: Sequence[np.ndarray]) -> str:
+    """Writes pairs that are kept, bool [L][K, P], as `parse_pairs` reads them."""
+    return "; ".join(" ".join(map(_format_pairs_of_head, heads)) for heads in kept)
+
+
+def _format_pairs_of_head(kept: np.ndarray) -> str:
+    edges = np.flatnonzero(np.diff(np.pad(kept, 1).astype(int))).reshape(-1, 2)  # first, last + 1
+    runs = [f"{first}-{end - 1}" if end - first > 1 else str(first) for first, end in edges]
+    return ",".join(runs) or "-"
 
 
 # --- Bands of pairs -------------------------------------------------------------------------------
@@ -188,12 +258,10 @@ def parse_band(model, text: str) -> Band:
     if len(numbers) == model.num_layers:
         place = ""
     num_pairs = max(_head_dim(model, model.kinds[number]) for number in numbers) // 2
-    interval = re.fullmatch(r"(\d+)(?:-(\d+))?", pairs)
-    first = int(interval[1]) if interval else 0
-    last = int(interval[2] or first) if interval else -1
-    if not first <= last < num_pairs:
+    band = parse_interval(pairs, num_pairs)
+    if not band:
         raise ValueError(f"{text!r} is not a band of pairs 0 to {num_pairs - 1}")
-    return Band(first, last, place or None, numbers, num_pairs)
+    return Band(band[0], band[-1], place or None, numbers, num_pairs)
 
 
 def pairs_in_bands(model) -> list[np.ndarray]:
@@ -202,7 +270,7 @@ def pairs_in_bands(model) -> list[np.ndarray]:
     Raises ValueError where these are no bands of the model.
     """
     masks = [np.zeros(_head_dim(model, kind) // 2, bool) for kind in model.kinds]
-    bands: Sequence[Any] = tuple(model.scaled_pairs)
+    bands = tuple(model.scaled_pairs)
     if not bands or not isinstance(bands[0], str):
         missing = ("",) * (2 - len(bands))
         bands = ["-".join(map(str, bands + missing))]

@@ -12,7 +12,6 @@ Axes: H head_dim, K key/value heads, F hidden_dim, L layers, P = H / 2 rotation 
 
 import dataclasses
 import functools
-import re
 
 from prope.errors import UsageError, nearest, usage_error
 from prope.spec.fields import (
@@ -20,12 +19,13 @@ from prope.spec.fields import (
     AT_LEAST_1,
     NOT_NEGATIVE,
     POSITIVE,
+    changeable,
     check_fields,
     one_of,
     rule,
     setting,
 )
-from prope.spec.kinds import ATTENTION_SUFFIX, LAYER_TYPES, SLIDING, repeat_pattern
+from prope.spec.kinds import ATTENTION_SUFFIX, LAYER_TYPES, SLIDING, parse_interval, repeat_pattern
 
 DTYPES = ("float32", "bfloat16")
 REMAT = ("none", "minimal", "save_qkv", "full")
@@ -67,7 +67,19 @@ class ModelSpec:
     rope_type: str = setting(
         "proportional",
         "proportional (p-RoPE) | partial | reversed | cutoff | hard_clip | cope | rope_id: see "
-        "prope/encodings.py",
+        "prope/encodings.py; or custom: rope_frequencies, or those that my_module:function returns "
+        "for (head_dim, layer), which config.json then has",
+    )
+    rope_frequencies: tuple = setting(
+        (),
+        "for rope_type=custom: radians per token of the P pairs; or for each layer these, or those "
+        "of each of its key heads",
+    )
+    rope_pairs: str = setting(
+        "",
+        "which of these pairs rotate, as in 0-15,20; by key head, with spaces between, and by "
+        "layer, with semicolons; or a file of prope.choose, whose pairs config.json then has; "
+        "empty: all",
     )
     rope_cutoff: float | None = setting(
         None, "for rope_type=cutoff: pairs rotate whose period is at most this x original_seq_len"
@@ -172,27 +184,21 @@ class ModelSpec:
         "dtype of activations and matmuls, float32 | bfloat16; parameters are always float32",
         one_of(*DTYPES),
     )
-    attention: str = setting(
-        "auto", "auto | xla | splash (TPU) | cudnn (NVIDIA)", one_of(*ATTENTION), may_change=True
+    attention: str = changeable(
+        "auto", "auto | xla | splash (TPU) | cudnn (NVIDIA)", one_of(*ATTENTION)
     )
-    global_attention: str | None = setting(
-        None,
-        "attention of layers without a window, if it is another",
-        one_of(*ATTENTION),
-        may_change=True,
+    global_attention: str | None = changeable(
+        None, "attention of layers without a window, if it is another", one_of(*ATTENTION)
     )
-    scan_layers: bool = setting(
-        True,
-        "compile one layer and loop, or unroll all; parameters and result are the same",
-        may_change=True,
+    scan_layers: bool = changeable(
+        True, "compile one layer and loop, or unroll all; parameters and result are the same"
     )
-    remat: str = setting(
+    remat: str = changeable(
         "none",
         "what a layer saves for its backward pass, fastest first: none (everything) | minimal "
         "(wide matmuls and attention) | save_qkv (q, k, v and the output of attention) | full "
         "(only the layer's input)",
         one_of(*REMAT),
-        may_change=True,
     )
     # No config has these: evaluation makes full layers see the last keys and the first ones only.
     test_window: int | None = None
@@ -226,7 +232,7 @@ class ModelSpec:
     @functools.cached_property
     def stacks(self) -> dict[str, list[int]]:
         """The numbers of the layers in every stack, by the stack's name."""
-        by_name: dict[str, list[int]] = {}
+        by_name = {}
         for layer in self.layers:
             by_name.setdefault(layer.stack, []).append(layer.number)
         return by_name
@@ -241,15 +247,11 @@ class ModelSpec:
 
         Raises ValueError, with the names that there are, where this names none.
         """
-        numbers = list(range(self.num_layers))
+        numbers = range(self.num_layers)
         if which is None:
-            return numbers
+            return list(numbers)
         found = [number for number in numbers if self.kinds[number] == which + ATTENTION_SUFFIX]
-        interval = re.fullmatch(r"(\d+)(?:-(\d+))?", which)
-        if interval:
-            first = int(interval[1])
-            last = int(interval[2] or first)
-            found = numbers[first : last + 1] if last < len(numbers) else []
+        found = found or list(parse_interval(which, self.num_layers))
         if not found:
             present = " and ".join(
                 kind.removesuffix(ATTENTION_SUFFIX) for kind in dict.fromkeys(self.kinds)
@@ -261,19 +263,28 @@ class ModelSpec:
 
     @property
     def rotated_pairs(self) -> int | list[int]:
-        """How many pairs every layer rotates, [L]; one number where all have one encoding."""
+        """How many pairs every layer rotates, [L]; one number where all have one encoding.
+
+        Where its heads differ, that of a layer is a list.
+        """
         pairs = [layer.num_rotated for layer in self.layers]
         one_p = not isinstance(self.rope_percentage, tuple)
-        one_encoding = one_p and not self.layer_types and len(set(pairs)) == 1
+        one_encoding = one_p and not self.layer_types and pairs == pairs[:1] * len(pairs)
         return pairs[0] if one_encoding else pairs
 
     @property
     def rotated_share(self) -> str:
-        """How many pairs rotate: "24 of 32"; "8 or 32 of 32" where layers differ."""
-        counts: dict[int, set[int]] = {}
+        """How many pairs rotate: "24 of 32"; where they differ "8 or 32 of 32", "3 to 19 of 32"."""
+        counts = {}
         for layer in self.layers:
-            counts.setdefault(layer.head_dim // 2, set()).add(layer.num_rotated)
-        parts = [f"{' or '.join(map(str, sorted(counts[P])))} of {P}" for P in sorted(counts)]
+            rotated = (layer.frequencies > 0).sum(axis=1).tolist()
+            counts.setdefault(layer.head_dim // 2, set()).update(rotated)
+        parts = []
+        for P, values in sorted(counts.items()):
+            text = f"{min(values)} to {max(values)}"
+            if len(values) < 3:
+                text = " or ".join(map(str, sorted(values)))
+            parts.append(f"{text} of {P}")
         return " and ".join(parts)
 
     def describe_rotation(self) -> str:
@@ -293,9 +304,7 @@ class ModelSpec:
         return self.rope_scaling_factor if factor is None else factor
 
     def _refuse(self, field: str, problem: str, remedy: str = "") -> None:
-        raise usage_error(
-            f"config.model.{field}", getattr(self, field), problem, *filter(None, [remedy])
-        )
+        raise usage_error(f"config.model.{field}", getattr(self, field), problem, remedy)
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -353,14 +362,17 @@ class ModelSpec:
             except ValueError as error:
                 problem, _, remedy = str(error).partition("; ")
                 self._refuse("scaled_pairs", problem, remedy)
-        try:  # a ValueError begins with the field
+        try:
             _ = self.layers
-        except ValueError as error:
+        except ValueError as error:  # which begins with the field, and perhaps its value
+            name, _, problem = str(error).partition(": ")
+            if name in encodings.FIELDS:
+                self._refuse(name, problem)
             raise UsageError(f"config.model.{error}") from None
 
     def _check_fields_of_encoding(self, encodings) -> None:
         """Checks that the fields which rope_type and the like take have values, and no others."""
-        required = {*encodings.CHOICES, "layer_types"}
+        required = {*encodings.CHOICES, "layer_types", "rope_pairs"}
         for field, kinds in encodings.CHOICES.items():
             required |= set(kinds[getattr(self, field)])
         optional = set()

@@ -415,7 +415,7 @@ def run_sweep(
     if sweep.launcher and jobs > 1:
         raise usage_error("--jobs", jobs, "the runs of a launcher are not here", "leave one out")
     reasons = check_same_sweep(directory, runs, grids, base, init_from)
-    log.info("%d runs in %s:", len(runs), directory)
+    log.info("runs in %s: %d", directory, len(runs))
     for run in sweep.read_all():
         state = sweep.state(run)
         if state == "unfinished":

@@ -85,11 +85,16 @@ def newest_undamaged(
 class Checkpoints(contextlib.AbstractContextManager):
     """Saves and restores the checkpoints of a run that trains."""
 
-    def __init__(self, workdir: epath.PathLike, keep: CheckpointSpec | None = None):
-        """Opens W/checkpoints; `keep` is the run's `config.checkpoint`, by default all are kept."""
+    def __init__(
+        self, workdir: epath.PathLike, keep: CheckpointSpec | None = None, stable: int = 0
+    ):
+        """Opens W/checkpoints; `keep` is the run's `config.checkpoint`, by default all are kept.
+
+        So is that of the step `stable`.
+        """
         self.directory = absolute(workdir) / "checkpoints"
         self._saving = 0  # the last step saved
-        self._hashes: dict[str, Any] = {}  # hashes of its items
+        self._hashes = {}  # hashes of its items
         self._unchecked = False  # whether that save may have failed in the background
         self._steps = list_steps(workdir)  # once: each step at a URL is a request
         if is_url(self.directory) and processes.is_first():
@@ -97,7 +102,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             for step in self._steps:
                 (self.directory / str(step) / _ORBAX_MARK).touch()
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=_preservation_policy(keep),
+            preservation_policy=_preservation_policy(keep, stable),
             cleanup_tmp_directories=True,  # which a killed process left
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._finish),
         )
@@ -248,18 +253,18 @@ def _read_back(folder: epath.Path, arrays: dict[str, Any]) -> None:
         raise RunFailed(f"{problem}: see to the storage, or choose another --workdir") from error
 
 
-def _preservation_policy(keep: CheckpointSpec | None):
-    """Keeps the newest checkpoints, and one every `keep.keep_every` steps."""
+def _preservation_policy(keep: CheckpointSpec | None, stable: int):
+    """Keeps the newest checkpoints, one every `keep.keep_every` steps, and that of `stable`."""
     if keep is None:
         return None
-    kept = [policies.LatestN(keep.max_to_keep)]
+    kept = [policies.LatestN(keep.max_to_keep), policies.CustomSteps([stable])]
     if keep.keep_every:
         kept.append(policies.EveryNSteps(keep.keep_every))
     return policies.AnyPreservationPolicy(kept)
 
 
 def _hash_items(config: dict, data: dict, arrays: dict[str, Any]) -> dict[str, Any]:
-    hashes: dict[str, Any] = {item: array_hashes(tree) for item, tree in arrays.items()}
+    hashes = {item: array_hashes(tree) for item, tree in arrays.items()}
     shapes = {item: array_shapes(tree) for item, tree in arrays.items()}
     return hashes | {"config": hash_json(config), "data": hash_json(data), "shapes": shapes}
 

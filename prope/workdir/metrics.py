@@ -1,6 +1,10 @@
-"""Writes metrics to metrics.jsonl, eval.jsonl, skips.jsonl, TensorBoard and the terminal."""
+"""Writes metrics to metrics.jsonl, eval.jsonl, skips.jsonl, TensorBoard and the terminal.
+
+`logs.py` has the other places of `config.log_to`.
+"""
 
 import contextlib
+import importlib
 import json
 import math
 import pathlib
@@ -20,8 +24,8 @@ from prope.runtime import processes
 from prope.runtime.files import append_jsonl, is_url, upload, write_atomic
 from prope.runtime.progress import has_bars
 from prope.spec.run import Spec
-from prope.workdir.events import EventFile
 from prope.workdir.lease import Lease
+from prope.workdir.logs import CsvFiles, numbers, open_listeners
 from prope.workdir.records import find_validation, read_jsonl
 
 _FILES = ("metrics.jsonl", "eval.jsonl", "skips.jsonl")
@@ -39,15 +43,23 @@ class RecordFiles(contextlib.ExitStack):
     thread writes. Every file is then written anew, the more seldom the larger they are.
     """
 
-    def __init__(self, workdir: epath.Path, start: int, lease: Lease | None):
-        """Drops the records of the steps after `start`, which a resumed run repeats."""
+    def __init__(
+        self, workdir: epath.Path, start: int, lease: Lease | None, spec: Spec | None = None
+    ):
+        """Drops the records of the steps after `start`, which a resumed run repeats.
+
+        They also go where `spec.log_to` says; without a spec, to TensorBoard.
+        """
         super().__init__()
+        spec = spec or Spec()
         self._workdir = workdir
         self._lease = lease
         self._writes = processes.is_first()
         # File, tag for TensorBoard, record, and the time when it was made.
         self._unwritten: list[tuple[str, str, dict, float]] = []
         self._lock = threading.Lock()  # of `_unwritten`
+        self._events: EventFiles | None = None
+        self._csv = CsvFiles(workdir) if "csv" in spec.log_to else None
         self._num_failures = 0
         self._num_bytes = 0  # of the files
         self._written_at = time.monotonic()
@@ -59,14 +71,20 @@ class RecordFiles(contextlib.ExitStack):
             content = "".join(json.dumps(record) + "\n" for record in kept)
             self._num_bytes += len(content)
             write_atomic(workdir / name, content)
-        self._events = self.enter_context(EventFiles(workdir, start + 1))
+            if self._csv:
+                self._csv.add(name, kept)
+        if "tensorboard" in spec.log_to:
+            self._events = self.enter_context(EventFiles(workdir, start + 1))
+        self._listeners = open_listeners(spec, workdir, self)
         self.callback(self._finish)  # after the thread has ended
         self._pool = self.enter_context(futures.ThreadPoolExecutor(1))
 
     def write(self, name: str, tag: str, record: dict) -> None:
-        """Adds a record to the file `name`, and its numbers to TensorBoard below `tag`."""
+        """Adds a record to the file `name`, and with `tag` to where else records go."""
         if not self._writes:
             return
+        for listener in self._listeners:
+            listener({"tag": tag} | record)
         with self._lock:
             self._unwritten.append((name, tag, record, time.time()))
         pause = _URL_SECONDS * max(1.0, self._num_bytes / _SMALL_BYTES)
@@ -107,9 +125,12 @@ class RecordFiles(contextlib.ExitStack):
                 append_jsonl(self._workdir / name, *records)
                 self._num_bytes += len(json.dumps(records))
                 unwritten = [entry for entry in unwritten if entry[0] != name]
-                for _, tag, record, made in entries:
+                for _, tag, record, made in entries if self._events else ():
                     self._events.add(tag, record, made)
-            self._events.flush()
+                if self._csv:
+                    self._csv.add(name, records)
+            if self._events:
+                self._events.flush()
         except Exception as error:
             if to_user_error(error) is None:
                 raise
@@ -124,7 +145,8 @@ class RecordFiles(contextlib.ExitStack):
 class EventFiles(contextlib.AbstractContextManager):
     """Writes numbers for TensorBoard, in files that are complete after some size.
 
-    At a URL they are written on the local disk first.
+    At a URL they are written on the local disk first. tensorboardX's own SummaryWriter writes in a
+    thread that a full disk ends, and then waits for it for ever.
     """
 
     def __init__(self, workdir: epath.Path, first_step: int):
@@ -134,27 +156,36 @@ class EventFiles(contextlib.AbstractContextManager):
         self._folder = pathlib.Path(self._scratch.name if self._scratch else workdir)
         self._first_step = first_step
         self._unwritten: list[tuple[float, int, str, float]] = []  # time, step, tag, value
-        self._file: EventFile | None = None
+        self._file = None
         self._number = 0
+        # Here, not in a thread: TFDS's lazy imports replace Python's own for all threads meanwhile.
+        importlib.import_module("tensorboardX.event_file_writer")
 
     def add(self, tag: str, record: dict, made: float) -> None:
         """Adds the numbers of a record that was made at a time, in seconds since the epoch."""
-        for key, value in record.items():
-            if key != "step" and isinstance(value, int | float):
-                self._unwritten.append((made, record["step"], f"{tag}/{key}", value))
+        for key, value in numbers(tag, record).items():
+            self._unwritten.append((made, record["step"], key, value))
 
     def flush(self) -> None:
         """Writes what was added."""
         if not self._unwritten:
             return
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import scalar
+
         if self._file is None:
-            file = EventFile(self._folder, self._number)
+            file = EventsWriter(str(self._folder / "events"), f".{self._number}")
             if self._number == 0:
-                file.start_session(self._first_step)
+                start = SessionLog(status=SessionLog.START)
+                event = Event(wall_time=time.time(), step=self._first_step, session_log=start)
+                file.write_event(event)
             self._file = file
             self._number += 1
         while self._unwritten:
-            self._file.number(*self._unwritten[0])
+            wall_time, step, tag, value = self._unwritten[0]
+            event = Event(wall_time=wall_time, step=step, summary=scalar(tag, value))
+            self._file.write_event(event)
             self._unwritten.pop(0)
         self._file.flush()
         if self._scratch is None:
@@ -203,7 +234,8 @@ class MetricWriter(contextlib.ExitStack):
         self._step_tokens = spec.batch_size * spec.data.seq_len
         self._step_flops = model_flops_per_token * self._step_tokens
         self._peak_flops = peak_flops
-        self._files = self.enter_context(RecordFiles(workdir, start, lease))
+        self._rate = learning_rate(spec)
+        self._files = self.enter_context(RecordFiles(workdir, start, lease, spec))
         self._skips_in_a_row = processes.call_on_first(lambda: _skips_before(workdir, start))
         show_bar = has_bars()
         form = "{n_fmt}/{total_fmt} |{bar:20}| {remaining} left{postfix}"
@@ -303,7 +335,7 @@ class MetricWriter(contextlib.ExitStack):
         if step % self._spec.log_every and step not in (1, self._stop):
             return
         record = {"step": step, **metrics, "batch_hash": batch_hash}
-        record["learning_rate"] = float(learning_rate(self._spec)(step - 1))
+        record["learning_rate"] = float(self._rate(step - 1))
         record |= self._measure_speed(step, end.result() - self._began, data_wait)
         self._files.write("metrics.jsonl", "train", record)
         self._show(record)

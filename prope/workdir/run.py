@@ -50,7 +50,7 @@ class Run:
         self._steps = steps
         self._remedy = remedy
         self.checkpoint = CheckpointReader(workdir / "checkpoints" / str(self.step))
-        self.init_hash: str = self.checkpoint.init_hash
+        self.init_hash = self.checkpoint.init_hash
         disagreement = f"{workdir}: config.json and checkpoint {self.step} disagree"
         check_same(spec, self.checkpoint.spec, disagreement)
         self.checkpoint.check(params=self.checkpoint.shapes)

@@ -147,19 +147,20 @@ def test_channels_are_slow_or_unrotated_and_the_strongest(rotates):
     key = rng.random((2, 16))
     query[:, :6] += 2  # the fast ones would be chosen, if they could
     freqs = np.where(np.isin(np.arange(16), rotates), oracles.frequencies(KNOWN_HEAD_DIM), 0)
+    freqs = np.stack([freqs, np.where(np.arange(16) == 1, 0, freqs)])  # the second key head's
     scoring = measures.Scoring(SCORING.scale, sliding_window=5)
     layer = types.SimpleNamespace(number=5, frequencies=freqs)
     found = channels.strongest_channels(layer, measures_of(query, key), scoring, 100, 3)
     strength = query * np.repeat(key, 2, axis=0) * SCORING.scale
     strengths = {}
     for (head, pair), value in np.ndenumerate(strength):
-        if pair >= 8 or pair not in rotates:
+        if pair >= 8 or freqs[head // 2, pair] == 0:
             strengths[head, pair] = value
     strongest = sorted(strengths, key=strengths.get, reverse=True)[:3]
     assert [(channel["head"], channel["pair"]) for channel in found] == strongest
     for channel, place in zip(found, strongest, strict=True):
         assert channel["strength"] == strengths[place]
-        assert channel["largest_rotation"] == pytest.approx(4 * freqs[place[1]])
+        assert channel["largest_rotation"] == pytest.approx(4 * freqs[place[0] // 2, place[1]])
 
 
 DYNAMIC = {"rope_scaling_type": "dynamic", "original_seq_len": 8}
@@ -448,7 +449,7 @@ def analyse_on(run, shape):
         found = analysis.analyse(run, options)
         batches = 1 if size == 1 else -(-ROWS // (data * fsdp))
         assert len(walks[-1].enter()) == batches
-        linear = walks[-1]._layer_params(1)["mlp"]["linear"]
+        linear = walks[-1]._params(("layers",), 1)["mlp"]["linear"]
         shard = linear.addressable_shards[0].data
         assert shard.size * fsdp * tensor == linear.size, "not sharded"
     return found

@@ -3,14 +3,18 @@
 import importlib.util
 import json
 import math
+import re
 import runpy
+import shutil
+import sys
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.commands import ROOT
-from support.models import ALL_SWITCHES, frequencies_of
+from support.commands import ROOT, logged, refusal
+from support.models import ALL_SWITCHES, frequencies_of, num_parameters
 
 from prope import parameters
 from prope.config import (
@@ -21,7 +25,6 @@ from prope.config import (
     set_layer_percentages,
     shrink_for_laptop,
 )
-from prope.cost.flops import num_parameters
 from prope.data.tasks.tasks import TASKS
 from prope.encodings import FIELDS, LOGIT_SCALES, SCALINGS, TYPES
 from prope.hf.families import FAMILIES
@@ -134,6 +137,58 @@ def test_a_conversion_has_the_size_of_its_checkpoint(name, count):
     assert parameters.count(load_spec(ROOT / "configs/conversion.py", name).model) == count
 
 
+def test_a_run_takes_text_rate_and_log_from_one_file_of_the_users(run_command, tmp_path):
+    """Copied to where the command starts. The rate: 3e-3 sqrt(2 / step), after 2 steps."""
+    text = (ROOT / "configs/custom.py").read_text().replace("configs.custom", "my_config")
+    (tmp_path / "my_config.py").write_text(text)
+    shutil.copy(ROOT / "configs/quickstart.py", tmp_path)
+    arguments = ["--config=my_config.py:tiny", "--workdir=W", "--config.log_every=1"]
+    go = {"patch": f"import os\nos.chdir({str(tmp_path)!r})"}
+    done = run_command("prope.train", *arguments, "--stop_at_step=3", **go)
+    assert done.code == 0, done.stderr
+    assert "windows of 64 tokens of my_config:documents" in done.stderr
+    assert re.search(r"^step 3: \d\.\d{3} bits$", done.stderr, re.MULTILINE)
+    rates = [3e-3 * rate for rate in (1 / 2, 1, math.sqrt(2 / 3))]
+    assert list(logged(tmp_path / "W", "learning_rate").values()) == pytest.approx(rates)
+    assert (tmp_path / "W/metrics.csv").read_text().count("\n") == 4
+    (tmp_path / "my_config.py").write_text(f"{text}\n# another line\n")
+    error = run_command("prope.train", *arguments, **go).error
+    assert re.search(r"\(optimizer.schedule: my_config:schedule@\w+, not my_\S+:schedule@", error)
+
+
+HALF = 0.5  # the same number in all dtypes
+NUMBERS = [
+    lambda P: np.full(P, HALF),
+    lambda P: np.full((1, P), HALF, np.float16),
+    lambda P: jnp.full(P, HALF, jnp.bfloat16),
+    lambda P: [jnp.float32(HALF)] * P,
+    lambda P: [np.full(P, np.float32(HALF))],
+]
+NO_NUMBERS = [
+    *(lambda P: None, lambda P: HALF, lambda P: {0: HALF}, lambda P: (HALF for _ in range(P))),
+    *(lambda P: [HALF] * (P - 1), lambda P: [str(HALF)] * P, lambda P: np.full(P, HALF + 0j)),
+    *(lambda P: [np.nan] * P, lambda P: [7] * P, lambda P: [-HALF] * P, lambda P: HALF / 0),
+    *(lambda P: sys.exit(3), lambda P: np.full((1, 1, P), HALF), lambda P: [[HALF] * P, [HALF]]),
+]
+
+
+def test_numbers_of_a_users_function_are_taken_in_any_form_or_refused(tmp_path, monkeypatch):
+    text = "def frequencies(head_dim, layer):\n    return answer(head_dim // 2)\n"
+    (tmp_path / "given_numbers.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("given_numbers")
+    config = default_config()
+    config.model.rope_type = "given_numbers:frequencies"
+    for module.answer in NUMBERS:
+        spec = resolve(config)
+        for layer in spec.model.layers:
+            np.testing.assert_array_equal(layer.frequencies, np.full((1, 32), HALF))
+        assert resolve(from_dict(json.loads(json.dumps(spec.to_dict())))) == spec
+    for module.answer in NO_NUMBERS:
+        error = refusal(resolve, config)
+        assert re.fullmatch(f"config.model.rope_type={config.model.rope_type}: layer 0: .*", error)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", TRAINED, ids=lambda path: path.stem)
 def test_every_config_trains_at_a_small_size_with_nothing_brought_along(
@@ -142,7 +197,7 @@ def test_every_config_trains_at_a_small_size_with_nothing_brought_along(
     trained = run_command("prope.train", f"--config={path}:tiny", f"--workdir={tmp_path}/run")
     assert trained.code == 0 and trained.result["step"] == 20, trained.stderr
     replaced = "tiny: python_docs replaces " in trained.stderr
-    offline = (*EMBEDDED, "synthetic/mix", "longcontext/mix")
+    offline = (*EMBEDDED, "synthetic/mix", "longcontext/mix", "configs.custom:documents")
     assert replaced == (load(path).data.dataset not in offline)
 
 
@@ -267,7 +322,7 @@ def test_slow_pairs_turn_as_often_as_they_say():
     assert len(page["GRID"]) == 23, "wavelengths, lengths and cutoffs, without the one that is RoPE"
 
     def frequencies(argument):
-        return resolve(page["get_config"](argument)).model.layers[0].frequencies
+        return resolve(page["get_config"](argument)).model.layers[0].frequencies[0]
 
     kept = frequencies("cutoff_1-10000-512")
     rotated = kept[kept > 0]
@@ -333,7 +388,7 @@ def test_attention_that_masks_documents_is_chosen_for_the_device(platform, expec
 # Fields with which a run is resumed that was begun with others: how it is executed.
 MAY_CHANGE = {
     *("accumulation", "on_nonfinite", "log_every", "eval_every", "checkpoint_every"),
-    *("watchdog_minutes", "profile"),
+    *("watchdog_minutes", "profile", "log_to"),
     *(f"model.{name}" for name in ("attention", "global_attention", "remat", "scan_layers")),
     *(
         f"data.{name}"
@@ -358,7 +413,7 @@ def test_what_makes_another_run(name):
 
 # What other tests go through, member by member.
 TABLES = [
-    (TYPES, "proportional partial reversed cutoff hard_clip cope rope_id"),
+    (TYPES, "proportional partial reversed cutoff hard_clip cope rope_id custom"),
     (SCALINGS, "none linear ntk dynamic yarn llama3 stop remove interpolate"),
     (LOGIT_SCALES, "none yarn drope"),
     (

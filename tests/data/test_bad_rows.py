@@ -136,7 +136,7 @@ def test_bad_records_of_a_dataset_may_be_left_out(tmp_path, kind):
 
 PARQUET = b"PAR1" + bytes(2000)
 OTHERS = {
-    "a licence": {"LICENSE.txt": b"x" * 900, "data/train-00000.parquet": PARQUET},
+    "a licence": {"LICENSE.txt": b"x" * 900, "data/train-00000.csv": PARQUET},
     "requirements": {"requirements.txt": b"jax\n", "a.csv": PARQUET, "README.txt": b"About."},
     "a vocabulary": {"vocab.txt": b"a\nb\n", "model.safetensors": PARQUET, "config.json": b"{}"},
     "a row": {"a.jsonl": b'{"text": "a"}\n', "a.arrow": PARQUET, "b.json.zst": PARQUET},
@@ -152,7 +152,9 @@ def test_a_folder_that_is_mostly_something_else(tmp_path, kind):
     data = data_config(tmp_path, "files", folder)
     other = [name for name, content in OTHERS[kind].items() if content is PARQUET]
     if kind in ("a licence", "requirements"):
-        refused(data, f"config.data.data_dir={folder}: no .txt", "about the data", "1 ending in")
+        refused(
+            data, f"config.data.data_dir={folder}: no file of text", "about the data", "1 ending in"
+        )
     else:
         read, text = next(iter(OTHERS[kind].items()))
         size = sum(len(content) for name, content in OTHERS[kind].items() if name != read)

@@ -78,7 +78,7 @@ def test_a_file_that_is_damaged_or_in_another_encoding(tmp_path):
         (NAME, "none", "mkdir -p {root}/none/wikipedia/20230601.en"),
         ("lm1b", "empty", "tfds build lm1b"),
         ("files", "none", "config.data.data_dir={root}/none"),
-        ("files", "other", "2 left out (1 hidden, 1 ending in .parquet)"),
+        ("files", "other", "2 left out (1 hidden, 1 ending in .csv)"),
         ("wikipedia", "none", "20230601.simple/1.0.0"),
         ("wikipedia/20230601.de", "none", "{root}/none/wikipedia/20230601.de"),
         ("wikipedia/20230601.english", "none", "there is no wikipedia/20230601.english"),
@@ -91,7 +91,7 @@ def test_data_that_is_not_there(tmp_path, dataset, folder, mentions):
     (tmp_path / "empty").mkdir()
     (tmp_path / "other" / ".cache").mkdir(parents=True)
     (tmp_path / "other" / ".cache" / "a.txt").write_text("hidden")
-    (tmp_path / "other" / "a.parquet").write_bytes(b"PAR1")
+    (tmp_path / "other" / "a.csv").write_bytes(b"a")
     data = data_config(tmp_path, dataset, tmp_path / folder)
     refused(data, tmp_path / folder, mentions.format(root=tmp_path))
 

@@ -82,10 +82,12 @@ def test_the_last_window_may_predict_one_token(open_windows, shorter, count):
     assert weights.sum() == windows.store.targets("validation")
 
 
-def test_every_window_may_begin_with_bos(open_windows, expected):
+@pytest.mark.parametrize("mask_documents", [False, True])
+def test_every_window_may_begin_with_bos(open_windows, expected, mask_documents):
     """It replaces the first token that is read, and nothing that is predicted."""
-    plain = open_windows(bos_every_window=False).read(range(40))
-    changed = open_windows(bos_every_window=True).read(range(40))
+    fields = {"mask_documents": mask_documents}
+    plain = open_windows(**fields).read(range(40))
+    changed = open_windows(**fields, bos_every_window=True).read(range(40))
     assert (changed["tokens"][:, 0] == BOS).all()
     np.testing.assert_array_equal(changed["targets"].ravel(), expected[1 : 40 * T + 1])
     plain["tokens"][:, 0] = BOS

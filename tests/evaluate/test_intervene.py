@@ -50,7 +50,8 @@ BY_LAYER = [{0, 1, 2}, {0, 1, 2, 5}, {1, 2, 3, 4, 5, 6}, {0, 1, 2}, {0, 1, 2}, {
 def rotation(model, T=None) -> list[np.ndarray]:
     """The frequencies of every layer for T tokens, and their logit scales."""
     layers = model.layers_at(T)
-    return [*(layer.frequencies for layer in layers), [layer.logit_scale for layer in layers]]
+    freqs = [layer.frequencies[0] for layer in layers]
+    return [*freqs, [layer.logit_scale for layer in layers]]
 
 
 def bands_by_layer(freqs) -> list[np.ndarray]:
@@ -236,7 +237,7 @@ def test_scalings_are_refused_where_all_layers_have_a_window():
     with pytest.raises(UsageError, match="--encoding=ntk: "):
         specs_by_length(spec, Options("", encoding="ntk"), "ntk")
     (stopped,) = specs_by_length(spec, Options(""), "stop:0-1").values()
-    assert not any(layer.frequencies[:2].any() for layer in stopped.model.layers)
+    assert not any(layer.frequencies[:, :2].any() for layer in stopped.model.layers)
 
 
 def test_the_flag_offers_every_scaling_that_is_no_intervention():

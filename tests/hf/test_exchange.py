@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 from support.commands import refusal
 from support.exchange import edit, save, stored
-from support.models import same
+from support.models import num_parameters, same
 from support.runs import SIZES, make_run
 from support.text import articles
 
 from prope import model
-from prope.cost.flops import num_parameters
 from prope.errors import UsageError
 from prope.hf import exporter, importer, layout
 from prope.hf import tensors as tensor_files
@@ -303,8 +302,12 @@ def test_unknown_tensors_have_the_names_of_their_file(tmp_path, exported):
     refused(tmp_path, f"unknown tensors: {names[0]}, {names[1]};")
 
 
-def test_a_head_of_its_own_is_read_where_config_json_says_so(tmp_path, exported):
-    head = stored(exported)[EMBEDDING] + 1
+@pytest.mark.parametrize("row", [0, -1])
+def test_a_head_of_its_own_is_read_where_config_json_says_so(tmp_path, exported, monkeypatch, row):
+    """It differs in one row; the two matrices are compared part by part."""
+    monkeypatch.setattr(importer, "_ROWS", 128)
+    head = stored(exported)[EMBEDDING]
+    head[row] += 1
     save(exported, stored(exported) | {HEAD: head})
     edit(exported, tie_word_embeddings=False)
     _, run = import_back(tmp_path, exported)
@@ -355,10 +358,11 @@ def test_an_end_that_is_no_id(tmp_path, exported, ids):
 def test_windows_begin_as_the_tokenizer_begins_texts(
     tmp_path, exported, before_a_text, add_bos_token, expected
 ):
+    """Its id is 0 here."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
-    vocabulary = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokens = ["<|begin|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_special_tokens([AddedToken("<|end|>"), AddedToken("<|begin|>")])
     if before_a_text:
@@ -402,6 +406,14 @@ def test_tokenizers_of_an_import(tmp_path, exported, sentencepiece_model):
     assert tokenizer_of("there") == str(tmp_path / "there" / "tokenizer")
     assert tokenizer_of("both", tokenizer=sentencepiece_model)
     refused(tmp_path, "--tokenizer=byte", "tokenizer.model", tokenizer="byte")
+
+
+def test_an_export_of_pairs_by_key_head_is_refused(tmp_path):
+    make_run(tmp_path / "run", p=1.0, num_kv_heads=2, rope_pairs="0-3 4; 5")
+    export_refused(tmp_path, "hf", "config.model.rope_pairs=0-3 4; 5", "key heads of layer 0")
+    make_run(tmp_path / "layers", p=1.0, num_kv_heads=2, rope_pairs="0-3; 5")
+    line = refusal(lambda: exporter.export(tmp_path / "layers", tmp_path / "hf"))
+    assert "config.model.rope_pairs=0-3; 5: no class" in line and "one for all layers" in line
 
 
 def export_refused(tmp_path, output, *names):

@@ -1,17 +1,13 @@
 """Checkpoints by name, from a small server that answers as the Hugging Face Hub does."""
 
-import hashlib
-import http.server
-import json
 import logging
-import pathlib
 import re
 import shutil
-import threading
 
 import pytest
 from support.commands import refusal
 from support.exchange import edit
+from support.hub_server import COMMIT, serve
 from support.runs import make_run
 
 from prope.errors import StorageFailed
@@ -21,62 +17,8 @@ from prope.runtime.files import as_path
 constants = pytest.importorskip("huggingface_hub.constants", reason="needs the extra hf")
 
 NAME = "lab/tiny-gemma"
-COMMIT = "a" * 40
 # What models on the Hub hold beside a checkpoint.
 OTHERS = ("README.md", "pytorch_model.bin", "consolidated.safetensors", "original/params.json")
-
-
-class Hub(http.server.BaseHTTPRequestHandler):
-    """The models in `folder`; a file's etag is its hash, as that of a large file there."""
-
-    protocol_version = "HTTP/1.1"
-    folder: pathlib.Path
-    asked: list[tuple[str, str]]
-    failing: dict[str, tuple[int, str]]  # by the path's beginning: (status, X-Error-Code)
-
-    def log_message(self, *_):
-        pass
-
-    def do_HEAD(self):
-        self.do_GET()
-
-    def do_GET(self):
-        path = self.path.partition("?")[0]
-        self.asked.append((self.command, path))
-        for start, (status, error) in self.failing.items():
-            if path.startswith(start):
-                return self.answer(status, b"", **{"X-Error-Code": error})
-        model = f"/api/models/{NAME}"
-        if path == f"{model}/revision/main":
-            return self.answer(200, json.dumps({"id": NAME, "sha": COMMIT, "siblings": []}))
-        if path == f"{model}/tree/{COMMIT}":
-            files = [file for file in self.folder.rglob("*") if file.is_file()]
-            return self.answer(200, json.dumps([self.entry(file) for file in files]))
-        if path.startswith(f"/{NAME}/resolve/{COMMIT}/"):
-            data = (self.folder / path.partition(COMMIT)[2].strip("/")).read_bytes()
-            etag = hashlib.sha256(data).hexdigest()
-            return self.answer(200, data, **{"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT})
-        return self.answer(404, b"", **{"X-Error-Code": "RepoNotFound"})
-
-    def entry(self, file):
-        data = file.read_bytes()
-        name = file.relative_to(self.folder).as_posix()
-        return {
-            "type": "file",
-            "path": name,
-            "size": len(data),
-            "oid": hashlib.sha1(data).hexdigest(),
-        }
-
-    def answer(self, status, data, **headers):
-        data = data.encode() if isinstance(data, str) else data
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(data)
 
 
 @pytest.fixture(scope="module")
@@ -93,20 +35,9 @@ def exported(tmp_path_factory):
 
 @pytest.fixture
 def server(exported, tmp_path, monkeypatch):
-    """The Hub's handler, which HF_ENDPOINT names; the cache is empty."""
-    handler = type("Served", (Hub,), {"folder": exported, "asked": [], "failing": {}})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as served:
-        threading.Thread(target=served.serve_forever, args=[0.01], daemon=True).start()
-        endpoint = f"http://127.0.0.1:{served.server_port}"
-        urls = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", urls)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with serve("models", NAME, exported, tmp_path / "cache", monkeypatch) as handler:
         yield handler
-        served.shutdown()
 
 
 def fetch(name=NAME):

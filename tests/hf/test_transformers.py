@@ -172,6 +172,7 @@ ENCODINGS = {
     "cutoff": ("Gemma", 1, CUTOFF, "proportional"),
     "partial": ("Gemma", 0.25, {"rope_type": "partial"}, "longrope"),
     "reversed": ("Gemma", 0.75, {"rope_type": "reversed"}, "longrope"),
+    "chosen pairs": ("Llama", 1, LLAMA | {"rope_pairs": "0-2,5,9"}, "longrope"),
     "linear": ("Gemma", 1, scaled("linear"), "linear"),
     "ntk": ("Gemma", 0.75, scaled("ntk"), "proportional"),
     "dynamic": ("Gemma", 1, scaled("dynamic", 2.0, LENGTH // 2), "dynamic"),

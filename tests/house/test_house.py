@@ -8,12 +8,13 @@ import pytest
 from support.commands import ROOT
 
 PACKAGE = ROOT / "prope"
-COMMANDS = ["train", "evaluate", "ask", "sample", "analyze", "report", "plan", "bench"]
+COMMANDS = ["train", "evaluate", "ask", "sample", "analyze", "choose", "report", "plan", "bench"]
 COMMANDS += ["export_hf", "import_hf", "check_port"]
 # Rooms (a folder, or a file at the top of prope/), low to high.
 # Each imports only from lines above its own.
 LAYERS = [
     ["errors", "rope"],
+    ["user_code"],
     ["encodings"],
     ["spec"],
     ["parameters"],

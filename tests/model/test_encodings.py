@@ -144,8 +144,9 @@ LAW |= {"rope_cutoff": 1.0, "clip_low_n": 9}
 
 @pytest.mark.parametrize("d", [44, 64, 88, 104, 128, 224, 256])
 def test_every_type_gives_frequencies_that_fall_from_1(d):
+    law = LAW | {"rope_frequencies": tuple(frequencies(d))}
     for name, (function, needed) in encodings.TYPES.items():
-        freqs = function(d, *[LAW[field] for field in needed])
+        freqs = function(d, *[law[field] for field in needed])
         assert (freqs.shape, freqs.dtype) == ((d // 2,), np.float64), name
         assert 0 <= freqs.min() <= freqs.max() <= 1, name
         rotated = freqs[freqs > 0]
@@ -209,19 +210,20 @@ NEEDED = {
     "hard_clip": {"clip_low_n": 4},
     "cope": {"clip_low_n": 4},
     "rope_id": {"original_seq_len": 512},
+    "custom": {"rope_frequencies": tuple(frequencies(16))},
 }
 
 
 @pytest.mark.parametrize("scaling", encodings.SCALINGS)
 @pytest.mark.parametrize("rope_type", NEEDED)
-def test_every_type_takes_every_scaling_but_rope_id_those_of_a_wavelength(rope_type, scaling):
+def test_every_type_takes_every_scaling_but_some_those_of_a_wavelength(rope_type, scaling):
     fields = {"rope_type": rope_type, "rope_scaling_type": scaling, "rope_percentage": 1.0}
     fields |= NEEDED[rope_type]
     if "original_seq_len" in encodings.SCALINGS[scaling]:
         fields["original_seq_len"] = 512
     if scaling in encodings.INTERVENTIONS:
         fields["scaled_pairs"] = (1, 2)
-    if rope_type == "rope_id" and scaling in ("ntk", "dynamic", "yarn"):
+    if rope_type in ("rope_id", "custom") and scaling in ("ntk", "dynamic", "yarn"):
         assert not encodings.can_rescale(rope_type, scaling)
         assert f"rope_scaling_type={scaling}: " in refusal(small, **fields)
     else:
@@ -317,6 +319,18 @@ YARN_LOGITS = {
 LOCAL = GEMMA | {"local_rope_percentage": 1.0}
 
 
+def keep(freqs, *heads):
+    """Frequencies [K, P] of which every key head keeps some pairs."""
+    return np.array([np.where(np.isin(np.arange(len(freqs)), kept), freqs, 0) for kept in heads])
+
+
+LOCAL_100 = 100.0 ** (-np.arange(8) / 8)
+WIDE = 1e4 ** (-np.arange(12) / 12)
+# Numbers for each of two key heads of six layers, of which some do not rotate.
+CUSTOM = np.random.default_rng(0).uniform(0, 2, (6, 2, 8)).round(3)
+CUSTOM = tuple(tuple(map(tuple, layer)) for layer in np.where(CUSTOM < 0.5, 0, CUSTOM).tolist())
+BY_HEAD = {"rope_type": "custom", "rope_percentage": 1.0, "rope_frequencies": CUSTOM}
+
 # The fields, the frequencies and the windows of six layers.
 LAYERS = [
     ({"rope_type": "reversed"}, [np.r_[0, 0, R16[2:]]] * 6, [None] * 6),
@@ -327,6 +341,33 @@ LAYERS = [
     ),
     (LOCAL | YARN_LOGITS | {"rope_percentage": 0.0}, [R16, R16, np.zeros(8)], [3, 3, None] * 2),
     (YARN_LOGITS, [np.array(R16) / 4 * (np.arange(8) < 6)], [None] * 6),
+    (
+        {"rope_percentage": 1.0, "rope_pairs": "0-2,5 7; 0-7; - 1; -; 3,6 0-3; 2"},
+        [
+            keep(R16, (0, 1, 2, 5), 7),
+            np.array(R16),
+            keep(R16, (), 1),
+            np.zeros(8),
+            keep(R16, (3, 6), (0, 1, 2, 3)),
+            keep(R16, 2),
+        ],
+        [None] * 6,
+    ),
+    (  # heads of two sizes, of which layers have two and four
+        LOCAL
+        | {"local_max_wavelength": 100.0, "global_head_dim": 24, "num_global_kv_heads": 4}
+        | {"rope_percentage": 0.5, "rope_pairs": "0 1-2; 7; 0,8 4-8 11 0-5; 3 3; - 0; 5"},
+        [
+            keep(LOCAL_100, 0, (1, 2)),
+            keep(LOCAL_100, 7),
+            keep(WIDE, 0, (4, 5), (), (0, 1, 2, 3, 4, 5)),
+            keep(LOCAL_100, 3),
+            keep(LOCAL_100, (), 0),
+            keep(WIDE, 5),
+        ],
+        [3, 3, None] * 2,
+    ),
+    (BY_HEAD, CUSTOM, [None] * 6),
 ]
 
 
@@ -345,8 +386,20 @@ def test_layers_with_windows_and_encodings_equal_the_formula(fields, freqs, wind
     assert windows[0] is None or np.abs(plain - expected).max() > 1e-2 * expected.std()
 
 
+def test_pairs_that_all_heads_share_are_the_same_program():
+    """What is compiled for p-RoPE is compiled for its pairs, named one by one."""
+    texts = []
+    for fields in ({}, {"rope_percentage": 1.0, "rope_pairs": "0-3,4,5 0-5"}):
+        config = small(**fields)
+        params, *inputs = draw_model(config)
+        run = functools.partial(model.hidden_states, config)
+        texts.append(jax.jit(run).lower(params, *inputs).as_text())
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize(
-    "fields", [GEMMA | {"local_max_wavelength": 100.0}, GEMMA | {"rope_percentage": 0.0}]
+    "fields",
+    [GEMMA | {"local_max_wavelength": 100.0}, GEMMA | {"rope_percentage": 0.0}, GEMMA | BY_HEAD],
 )
 def test_a_cache_gives_what_the_whole_text_gives(fields):
     config = small(num_layers=6, use_qk_norm=True, **fields)
@@ -372,6 +425,8 @@ ROPE_ID = {"rope_type": "rope_id", "original_seq_len": 512}
 WINDOWS = {"layer_types": ("sliding_attention",), "sliding_window": 8}
 TWO_KINDS = WINDOWS | {"layer_types": ("sliding_attention", "full_attention")}
 
+NO_FREQUENCIES = [(), (1.0,) * 7, (7.0,) * 8, (-1.0,) * 8, CUSTOM[:5], ("a",) * 8]
+NO_FREQUENCIES += [((((1.0,) * 8,) * 3),) * 6, ((1.0,) * 8, (1.0,) * 7) * 3]
 # The field that the refusal must name with its value, and what is given.
 REFUSED = [
     ("rope_type", {"rope_type": "cutof"}),
@@ -406,6 +461,10 @@ REFUSED = [
     ("num_kv_shared_layers", TWO_KINDS | {"num_kv_shared_layers": 5}),
     ("local_rope_percentage", WINDOWS | {"local_rope_percentage": 1.5}),
     ("local_max_wavelength", WINDOWS | {"local_max_wavelength": 1.0}),
+    *(("rope_pairs", {"rope_pairs": pairs}) for pairs in ("0-8", "3-1", "a", "0 1 2", "0;1", "0,")),
+    ("rope_frequencies", {"rope_frequencies": (1.0,) * 8}),
+    *(("rope_frequencies", BY_HEAD | {"rope_frequencies": numbers}) for numbers in NO_FREQUENCIES),
+    ("rope_scaling_type", BY_HEAD | {"rope_scaling_type": "yarn", "original_seq_len": 512}),
 ]
 
 
@@ -413,4 +472,4 @@ REFUSED = [
 def test_what_does_not_fit_is_refused_in_one_line(named, fields):
     fields = {"num_layers": 6, "rope_percentage": 1.0} | fields
     value = fields.get(named, getattr(small(), named))
-    assert refusal(small, **fields).startswith(f"config.model.{named}={value}")
+    assert refusal(small, **fields).startswith(f"config.model.{named}={value}"[:300])

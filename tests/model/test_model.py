@@ -47,6 +47,10 @@ def test_equals_the_formula(p, kv_heads):
     assert_equals_formula(spec, *draw(spec))
 
 
+# Two layers of two key heads: which pairs rotate differs, and how fast one of them does.
+_ROWS = ((1.0, 0.0, 0.3, 0.1, 0.0, 0.03, 0.0, 0.01), (0.0, 0.6, 0.3, 0.0, 0.05, 0.0, 0.0, 0.0))
+BY_HEAD = {"num_layers": 2, "rope_percentage": 1.0, "rope_type": "custom"}
+BY_HEAD |= {"rope_frequencies": (_ROWS, ((1.5, *_ROWS[0][1:]), _ROWS[1]))}
 TWO_KINDS = {
     "num_layers": 4,
     "layer_types": ("sliding_attention", "full_attention"),
@@ -175,6 +179,7 @@ def slope_along(function, leaves, number, direction):
     ("fields", "segments"),
     [
         ({"num_kv_heads": 1, "num_layers": 2}, None),
+        (BY_HEAD, None),
         (E4, None),
         pytest.param({"num_layers": 2}, SEGMENTS, marks=pytest.mark.slow),
         pytest.param(DENSE4, SEGMENTS, marks=pytest.mark.slow),

@@ -152,6 +152,7 @@ GQA = {"model__num_kv_heads": 2}
 MHA = {"model__num_kv_heads": 4}
 MASKED = {"data__mask_documents": True}
 TWICE = {"accumulation": 2}
+BY_HEAD = {"model__rope_percentage": 1.0, "model__rope_pairs": "0-1 1,3; 3 -"}
 ODD = {"model__embed_dim": 12}
 NARROW = {"model__dtype": "bfloat16"}
 SPLASH = {"model__attention": "splash"}
@@ -200,8 +201,8 @@ CASES = [
 CASES.sort(key=lambda case: str(case[0]))  # those of a model are beside one another: it runs once
 # In the default tier: all axes but context, and parts of sequences with windows and documents.
 FEW_CASES = [
-    (GQA | MASKED, (2, 2, 2), "minimal", True, TWICE),
-    (GQA | LONGER | WIDE_WINDOWS | MASKED, (2, 1, 1), "minimal", True, CONTEXT_4),
+    (GQA | MASKED | BY_HEAD, (2, 2, 2), "minimal", True, TWICE),
+    (GQA | LONGER | WIDE_WINDOWS | MASKED | BY_HEAD, (2, 1, 1), "minimal", True, CONTEXT_4),
 ]
 
 

@@ -16,6 +16,11 @@ from prope.spec.model import ModelSpec
 from support.bounds import MULTIPLE, assert_equal_but_rounding, measure_rounding
 
 
+def num_parameters(params):
+    """Counts the scalars in a tree of arrays or shapes."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
 def needs_dtype(dtype):
     """Skips a test where XLA compiles no program of a dtype: float16 on a CPU without F16C."""
     try:
@@ -181,8 +186,10 @@ def small(**fields):
 
 
 def frequencies_of(spec, seq_len=None):
-    """The frequencies of every layer, for sequences of this length."""
-    return [layer.frequencies for layer in spec.layers_at(seq_len)]
+    """The frequencies [P] of every layer, for sequences of this length, where heads share them."""
+    layers = spec.layers_at(seq_len)
+    assert all((layer.frequencies == layer.frequencies[0]).all() for layer in layers)
+    return [layer.frequencies[0] for layer in layers]
 
 
 def initial_params(spec, seed=0):

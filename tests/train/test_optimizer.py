@@ -1,6 +1,8 @@
 """The update rule against the formulas of AdamW and of the schedule."""
 
 import math
+import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +10,13 @@ import numpy as np
 import pytest
 from oracles import adafactor, adamw, lion
 from oracles import learning_rate as expected_rate
+from support.commands import refusal
 from support.models import ALL_SWITCHES, DENSE4, E4, leaves_by_path, small
 
 from prope import parameters
-from prope.optimizer import learning_rate, make_optimizer, skip_nonfinite
-from prope.spec.run import OptimizerSpec, Spec
+from prope.config import resolve, to_config
+from prope.optimizer import check_extension, learning_rate, make_optimizer, skip_nonfinite
+from prope.spec.run import OptimizerSpec, Spec, differences
 
 
 def make_spec(**fields):
@@ -30,6 +34,101 @@ def test_the_rate_rises_to_the_peak_and_ends_where_it_should(asked, warmup):
         np.testing.assert_allclose(rate(update - 1), expected, rtol=1e-5)
     assert rate(0) > 0
     assert math.isclose(rate(99), 1e-3, rel_tol=1e-6)
+
+
+def rate_of(update, schedule, share, warmup):
+    """The formula, of 100 updates from 1e-2 to 1e-3."""
+    if update < warmup:
+        return 1e-2 * update / warmup
+    begin = max(warmup, 100 - round(100 * share)) if schedule == "wsd" else 100
+    return 1e-2 - 9e-3 * max(update - begin, 0) / max(100 - begin, 1)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "wsd"])
+@pytest.mark.parametrize(("share", "warmup"), [(0.2, 10), (0.0, 0), (1.0, 10), (0.255, 0)])
+def test_a_stable_rate_decays_in_its_share_of_the_steps(schedule, share, warmup):
+    spec = make_spec(schedule=schedule, decay_share=share, warmup_steps=warmup)
+    rates = jax.jit(jax.vmap(learning_rate(spec)))(jnp.arange(100))
+    expected = [rate_of(update, schedule, share, warmup) for update in range(1, 101)]
+    np.testing.assert_allclose(rates, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "fields", "first"),
+    [
+        ("wsd", 80, {"num_steps": 200}, None),
+        ("wsd", 100, {"num_steps": 200}, 81),
+        ("wsd", 60, {"num_steps": 60}, 49),
+        ("wsd", 60, {"num_steps": 75}, None),
+        ("wsd", 90, {"optimizer.decay_share": 0.1}, 82 - 1),
+        ("wsd", 90, {}, None),
+        ("constant", 100, {"num_steps": 200}, None),
+        ("constant", 30, {"num_steps": 9}, 1),  # which is shorter than its warmup
+    ],
+)
+def test_a_run_goes_on_for_longer_where_its_rates_were_the_same(schedule, step, fields, first):
+    """And config.json lets it; `cosine` is another run with every other length."""
+    before = make_spec(schedule=schedule)
+    spec = before.replace(fields)
+    assert differences(spec.flat(), before.flat()) == []
+    if first is None:
+        return check_extension(spec, before, step)
+    assert f"rates from step {first} on; keep" in refusal(check_extension, spec, before, step)
+    return None
+
+
+def test_another_schedule_or_length_of_a_cosine_is_another_run():
+    cosine, wsd = make_spec().flat(), make_spec(schedule="wsd").flat()
+    for ours, theirs in ((cosine, wsd), (wsd, cosine)):
+        (line,) = differences(ours, theirs | {"num_steps": 200})[-1:]
+        assert line.startswith("optimizer.schedule: ")
+    assert differences(cosine, cosine | {"num_steps": 200}) == ["num_steps: 200, not 100"]
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Makes the spec of a run whose schedule returns an expression of `count`, and of `spec`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def make(expression):
+        sys.modules.pop("my_rates", None)
+        lines = ["import jax.numpy as jnp", "def rates(spec):", f"    return {expression}"]
+        (tmp_path / "my_rates.py").write_text("\n".join(lines))
+        config = to_config(make_spec(schedule="my_rates:rates"))
+        return resolve(config)
+
+    yield make
+    sys.modules.pop("my_rates", None)
+
+
+def test_a_schedule_of_the_users_own_is_used_as_it_is(own):
+    spec = own("lambda count: spec.optimizer.learning_rate / (count + 1)")
+    assert [float(learning_rate(spec)(count)) for count in (0, 3)] == pytest.approx([1e-2, 25e-4])
+    assert re.fullmatch(r"my_rates:rates@[0-9a-f]{12}", spec.optimizer.schedule)
+    assert resolve(to_config(spec)) == spec
+    other = own("lambda count: spec.optimizer.learning_rate / (count + 2)")
+    (line,) = differences(other.flat(), spec.flat())
+    assert line == f"optimizer.schedule: {spec.optimizer.schedule}, not {other.optimizer.schedule}"
+
+
+@pytest.mark.parametrize(
+    ("expression", "named"),
+    [
+        ("lambda count: jnp.where(count < 40, 1e-3, jnp.nan)", "step 41 is nan"),
+        ("lambda count: jnp.log(3.0 - count)", r"step 3 is 0\.0|step 4 is -inf"),
+        ("lambda count: 1e-3 - 1e-4 * count", "step 12 is -"),
+        ("lambda count: jnp.ones(3)", r"step 1 is \[1.0, 1.0, 1.0\]"),
+        ("lambda count: {}", "TypeError"),
+        ("lambda count: 1e-3 if count < 40 else 1e-4", "TracerBool"),
+        ("1e-3", "TypeError: 'float' object is not callable"),
+        ("spec.no_such", r"AttributeError: .*\(my_rates.py line 3\)"),
+    ],
+)
+def test_a_schedule_of_the_users_own_that_is_none_is_named(own, expression, named):
+    line = refusal(make_optimizer, own(expression))
+    assert line.startswith("config.optimizer.schedule=my_rates:rates: ")
+    assert re.search(named, line), line
 
 
 NAMES = ("adamw", "lion", "adafactor", "muon")

@@ -103,6 +103,25 @@ def test_a_stopped_run_ends_as_a_straight_one_bit_for_bit(whole, train, tmp_path
 
 
 @pytest.mark.slow
+def test_a_stable_run_is_extended_from_before_its_decay(train, tmp_path):
+    """Bit for bit as a run that was as long from its start, and as the shorter one until then."""
+    fields = ["optimizer.schedule=wsd", "log_every=1", "eval.max_windows=1"]
+    fields += ["eval_every=99", "checkpoint_every=99", "checkpoint.max_to_keep=1"]
+    flags = [f"--config.{field}" for field in fields]
+    short, copy, long = (tmp_path / name for name in ("short", "copy", "long"))
+    assert train(short, *flags).code == 0
+    assert {path.name for path in (short / "checkpoints").iterdir()} == {"16", "20"}
+    refused = train(short, *flags, "--config.num_steps=30").error
+    assert "config.num_steps=30: checkpoint 20 had other learning rates from step 17" in refused
+    shutil.copytree(short, copy)
+    shutil.rmtree(copy / "checkpoints/20")
+    for workdir in (copy, long):
+        assert train(workdir, *flags, "--config.num_steps=30").code == 0
+    assert losses(copy) == losses(long) and len(losses(long)) == 30
+    assert [losses(short)[step] == losses(long)[step] for step in (16, 17, 19)] == [1, 1, 0]
+
+
+@pytest.mark.slow
 def test_a_finished_run_is_not_trained_again(trained, train, run_command, tmp_path):
     """It is evaluated where no record of all windows is left."""
     result = trained[1]

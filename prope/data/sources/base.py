@@ -149,6 +149,15 @@ def check_utf8(text: bytes) -> bytes:
     return text
 
 
+def encode(text: str) -> bytes:
+    """Returns the text as UTF-8; raises UsageError, with the reason alone, if it cannot be."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        problem = "holds half a character (an unpaired surrogate)"
+        raise UsageError(f"{problem}; repair or remove it") from None
+
+
 def cut_text(text: bytes, limit: int, find_cut: Callable[[int, int], int]) -> Iterator[bytes]:
     """Yields segments of at most `limit` bytes, of an empty text one.
 

@@ -1,9 +1,10 @@
-"""A folder or bucket of text: a .txt is one document, a .jsonl has one per line.
+"""A folder of text, here, in a bucket or on the Hugging Face Hub.
 
-Both may be gzipped, as .txt.gz and .jsonl.gz. A .txt with separators has several documents. What is
-left out is counted in the log.
+Lines of JSON and rows of tables are documents; another file is one, or several with separators.
+All but tables may be compressed. What is left out is counted in the log.
 """
 
+import bz2
 import collections
 import contextlib
 import functools
@@ -12,6 +13,7 @@ import hashlib
 import io
 import itertools
 import json
+import lzma
 import math
 import os
 import pathlib
@@ -23,6 +25,7 @@ from typing import NamedTuple
 
 import fsspec
 from etils import epath
+from fsspec.utils import glob_translate
 
 from prope.data.sources.base import (
     LISTED,
@@ -34,9 +37,12 @@ from prope.data.sources.base import (
     check_utf8,
     chunk_bytes,
     cut_words,
+    encode,
     log_once,
 )
-from prope.errors import UsageError, usage_error
+from prope.data.sources.remote import download, is_hub, local_file
+from prope.data.sources.tables import table_chunks
+from prope.errors import UsageError, first_line, usage_error
 from prope.runtime.files import (
     as_path,
     hash_file,
@@ -47,16 +53,28 @@ from prope.runtime.files import (
     write_atomic,
 )
 
-_JSON_LINES = (".jsonl", ".jsonl.gz")
-_SUFFIXES = (".txt", ".txt.gz", *_JSON_LINES)
-_GZIP_RATIO = 3  # about how much gzip shrinks text
+# A folder's files of the first of these kinds that it has are read, unless a pattern names others:
+# .json beside text is about it, and what is beside .txt and .jsonl was never read.
+_KINDS = re.compile(
+    r".*\.(?:((?:txt|jsonl)(?:\.gz)?)"
+    r"|(parquet|arrow|(?:txt|jsonl|ndjson)(?:\.(?:gz|bz2|xz|zst))?)"
+    r"|(json(?:\.(?:gz|bz2|xz|zst))?))",
+    re.IGNORECASE | re.DOTALL,
+)
+_TABLES = (".parquet", ".arrow")
+_LINES = re.compile(r".*\.(jsonl|ndjson|json)(\.(gz|bz2|xz|zst))?", re.IGNORECASE)
+_RATIO = 3  # about how much compression shrinks text
+_DAMAGED = re.compile("Invalid data stream|ZSTD |Truncated compressed stream")  # of bz2 and pyarrow
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # with which some editors begin UTF-8
 _RULE = 3  # version of the rule that makes documents of files; in the fingerprint
 PART_BYTES = 2**26  # a longer .txt is read in parts, so that a worker has enough memory
 _SHOWN_REASONS = 5
 # Files about a folder of text, which are no documents of it.
 _ABOUT = re.compile(
-    r"(?!.*\.jsonl)(readme|requirements|licen[cs]es?|copying|notice)([-_.].*)?", re.IGNORECASE
+    r"(?!.*\.(?:jsonl|parquet|arrow))(readme|requirements|licen[cs]es?|copying|notice)([-_.].*)?"
+    # What the library `datasets` writes beside a dataset.
+    r"|(dataset_infos?|dataset_dict|state)\.json|cache-[0-9a-f_of]+\.arrow",
+    re.IGNORECASE,
 )
 # Words in a file's path that name its split.
 _SPLIT = re.compile(
@@ -65,27 +83,34 @@ _SPLIT = re.compile(
 )
 
 
-def files(folder: epath.Path, rule: TextRule, cache: str) -> Source:
+def files(folder: epath.Path, rule: TextRule, pattern: str, cache: str) -> Source:
     """Returns the files in a folder and below it, sorted by path, as a source.
 
-    The hashes of files in a bucket are kept in `cache`. Raises UsageError where there is no such
-    file, where most of the folder would be left out, or where the rule does not apply.
+    With a pattern they are those that it matches. The hashes of files in a bucket are kept in
+    `cache`. Raises UsageError where there is no such file, where most of the folder would be left
+    out, or where the rule does not apply.
     """
-    found = _list_bucket(folder) if is_url(folder) else _list_folder(folder)
+    list_files = _list_bucket if is_url(folder) else _list_folder
+    found = list_files(folder, _compile(pattern))
     found = dict(sorted(found.items(), key=lambda item: item[0].split("/")))
+    if not pattern:
+        _choose_kind(found)
     _check_listing(folder, found)
     splits = _named_splits(folder, [name for name, file in found.items() if not file.reason])
     names = [name for name, split in splits.items() if split != "test"]
-    texts = [name for name in names if not _is_json_lines(name)]
+    texts = [name for name in names if _form(name) == "text"]
     if rule.template and texts:
         problem = "has no fields for config.data.template to name"
         raise UsageError(f"{folder / texts[0]}: {problem}; keep it in another folder")
     if rule.separator and not texts:
         problem = f"splits .txt files, and {folder} has none"
         raise usage_error("config.data.separator", rule.separator, problem, "remove it")
+    if is_hub(folder):
+        folder = download(folder, names)
     hashes = _hash_files(folder, {name: found[name].stamp for name in names}, cache)
     identity = {"dataset": "files", "files": list(hashes.items()), **rule.identity, "rule": _RULE}
-    sizes = {name: found[name].size * (_GZIP_RATIO if _is_gzip(name) else 1) for name in names}
+    identity |= {"pattern": pattern} if pattern else {}
+    sizes = {name: found[name].size * (_RATIO if _is_compressed(name) else 1) for name in names}
     chunks = tuple(_chunks(folder, sizes, splits, rule))
     return Source("files", identity, chunks, is_divided=not any(splits.values()))
 
@@ -101,7 +126,15 @@ class _File(NamedTuple):
 _Found = dict[str, _File]  # by their paths in the folder
 
 
-def _list_bucket(folder: epath.Path) -> _Found:
+def _compile(pattern: str) -> re.Pattern | None:
+    """Returns what matches the paths that config.data.pattern names; None if it is not set."""
+    try:
+        return re.compile(glob_translate(pattern)) if pattern else None
+    except ValueError as error:
+        raise usage_error("config.data.pattern", pattern, first_line(error)) from None
+
+
+def _list_bucket(folder: epath.Path, pattern: re.Pattern | None) -> _Found:
     """Lists the files below a URL."""
     system, root = fsspec.core.url_to_fs(str(folder))
     found = {}
@@ -109,11 +142,11 @@ def _list_bucket(folder: epath.Path) -> _Found:
         name = os.path.relpath(path, root)
         marks = [details.get(mark) for mark in ("generation", "md5Hash", "etag", "ETag")]
         stamp = " ".join(str(mark) for mark in marks if mark)
-        found[name] = _File(details["size"], stamp, _reason_against(name))
+        found[name] = _File(details["size"], stamp, _reason_against(name, pattern))
     return found
 
 
-def _list_folder(folder: epath.Path) -> _Found:
+def _list_folder(folder: epath.Path, pattern: re.Pattern | None) -> _Found:
     """Lists the files below a local folder, and the folders that are not entered.
 
     Links to folders are followed, each folder once: after those that are there themselves.
@@ -137,13 +170,14 @@ def _list_folder(folder: epath.Path) -> _Found:
                     roots.append(str(path))
             paths += [pathlib.Path(parent, name) for name in names]
     for path in sorted(paths, key=lambda path: (path.is_symlink(), path)):
-        reason = _reason_against(path.name)
+        name = os.path.relpath(path, folder)
+        reason = _reason_against(name, pattern)
         if not reason and not path.is_file():
             reason = "pipes or devices" if path.exists() else "broken links"
         if not reason and _seen_before(path, seen):
             reason = "linked twice"
         size = path.stat().st_size if path.exists() else 0
-        found[os.path.relpath(path, folder)] = _File(size, reason=reason)
+        found[name] = _File(size, reason=reason)
     return found
 
 
@@ -164,17 +198,30 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name == "__MACOSX"
 
 
-def _reason_against(name: str) -> str:
-    """Says why a file is not read, by its path in the folder; empty where it is read."""
-    *folders, name = name.split("/")
+def _reason_against(path: str, pattern: re.Pattern | None) -> str:
+    """Says why a file is not read, by its path in the folder; empty where it may be."""
+    *folders, name = path.split("/")
     if any(map(_is_hidden, [*folders, name])):
         return "hidden"
+    if pattern:
+        return "" if pattern.fullmatch(path) else "not named by config.data.pattern"
     if _ABOUT.fullmatch(name):
         return "about the data"
-    if name.lower().endswith(_SUFFIXES):
+    if _KINDS.fullmatch(name):
         return ""
     ending = os.path.splitext(name)[1]
     return f"ending in {ending}" if ending.isprintable() and ending else "without an ending"
+
+
+def _choose_kind(found: _Found) -> None:
+    """Leaves out the files that are not of the first of _KINDS of which there are any."""
+    read = [name for name, file in found.items() if not file.reason]
+    kinds = {name: _KINDS.fullmatch(name).lastindex for name in read}
+    first = min(kinds.values(), default=0)
+    for name, kind in kinds.items():
+        if kind != first:
+            reason = f"ending in {os.path.splitext(name)[1]} beside others"
+            found[name] = found[name]._replace(reason=reason)
 
 
 def _check_listing(folder: epath.Path, found: _Found) -> None:
@@ -187,14 +234,16 @@ def _check_listing(folder: epath.Path, found: _Found) -> None:
     left_out = f"{reasons.total()} left out{why}"
     log_once(f"data: {folder}: {len(read)} files read, {left_out}")
     if not read:
-        problem = f"no .txt or .jsonl file (.gz or not) in it or below it; {left_out}"
-        raise usage_error("config.data.data_dir", folder, problem)
+        problem = f"no file of text in it or below it; {left_out}"
+        remedy = "it reads .parquet, .arrow, .jsonl, .ndjson, .json and .txt, also compressed, or "
+        remedy += "what config.data.pattern names, such as **/*.md"
+        raise usage_error("config.data.data_dir", folder, problem, remedy)
     others = [name for name in found if found[name].reason.startswith("ending")]
     text_bytes, other_bytes = (sum(found[name].size for name in names) for names in (read, others))
     if text_bytes < other_bytes:
         listed = ", ".join(others[:LISTED])
         problem = f"{text_bytes:,} bytes of text, and {other_bytes:,} bytes left out: {listed}"
-        remedy = "move the text into a folder of its own"
+        remedy = "move the text into a folder of its own, or name it by config.data.pattern"
         raise usage_error("config.data.data_dir", folder, problem, remedy)
 
 
@@ -244,27 +293,30 @@ def _hash_files(folder: epath.Path, stamps: dict[str, str], cache: str) -> dict[
     return hashes
 
 
-def _is_json_lines(name: str) -> bool:
-    return name.lower().endswith(_JSON_LINES)
+def _form(name: str) -> str:
+    """Returns how the documents of a file are found: table, lines or text."""
+    if name.lower().endswith(_TABLES):
+        return "table"
+    return "lines" if _LINES.fullmatch(name) else "text"
 
 
-def _is_gzip(name: str) -> bool:
-    return name.lower().endswith(".gz")
+def _is_compressed(name: str) -> bool:
+    return name.lower().endswith((*_OPENERS, ".parquet"))
 
 
 def _chunks(
     folder: epath.Path, sizes: dict[str, int], splits: dict[str, str], rule: TextRule
 ) -> Iterator[Chunk]:
-    """Yields small text files in groups, and large .jsonl files in byte ranges."""
+    """Yields small text files in groups, large files of lines in byte ranges, and row groups."""
     limit = chunk_bytes(sum(sizes.values()))
     ends = dict(zip(sizes, itertools.accumulate(sizes.values()), strict=True))
 
-    def group_key(name: str) -> tuple[bool, str, int]:
-        return _is_json_lines(name), splits[name], ends[name] // limit
+    def group_key(name: str) -> tuple[str, str, int]:
+        return _form(name), splits[name], ends[name] // limit
 
-    for (is_json_lines, split, _), group in itertools.groupby(sizes, group_key):
+    for (form, split, _), group in itertools.groupby(sizes, group_key):
         names = list(group)
-        if not is_json_lines:
+        if form == "text":
             key = f"{names[0]} and {len(names) - 1} more"
             size = sum(sizes[name] for name in names)
             paths = tuple(folder / name for name in names)
@@ -273,12 +325,15 @@ def _chunks(
             continue
         for name in names:
             size = sizes[name]
-            # Gzip cannot be entered in the middle.
-            step = max(size, 1) if _is_gzip(name) else limit
+            if form == "table":
+                yield from table_chunks(folder / name, name, split, size, limit, rule)
+                continue
+            # What is compressed cannot be entered in the middle.
+            step = max(size, 1) if _is_compressed(name) else limit
             for start in range(0, size, step):
                 stop = min(start + step, size)
                 key = f"{name} from byte {start} to {stop}"
-                end = math.inf if stop == size else stop  # gzipped, its size is a guess
+                end = math.inf if stop == size else stop  # compressed, its size is a guess
                 read = functools.partial(_read_json_lines, folder / name, rule, start, end)
                 yield Chunk(key, stop - start, read, split=split)
 
@@ -337,12 +392,17 @@ def _read_blocks(
     With `size` they are blocks of so many bytes, and `start` is 0.
     """
     offset = max(start - 1, 0)
+    is_there = not offset  # whether the file is at the offset
     with _retry(path, functools.partial(_open, path)) as file:
 
         def next_block() -> bytes:
-            if file.tell() != offset:  # at the beginning, or a read has failed within the block
+            nonlocal is_there
+            if not is_there:  # at the beginning, or a read has failed within the block
                 file.seek(offset)
-            return file.read(size) if size else file.readline()
+            is_there = False
+            block = file.read(size) if size else file.readline()
+            is_there = True
+            return block
 
         if start:  # the rest of a line that starts before
             offset += len(_retry(path, next_block))
@@ -376,39 +436,51 @@ def _json_document(line: bytes, rule: TextRule) -> Document:
         if not isinstance(record[name], str):
             problem = f"{name!r} holds a value of type {type(record[name]).__name__}, not a string"
             raise UsageError(f"{problem}; mend it, or name another key with {rule.option}")
-        try:
-            values[name] = record[name].encode()
-        except UnicodeEncodeError:
-            problem = "holds half a character (an unpaired surrogate)"
-            raise UsageError(f"{problem}; repair or remove it") from None
+        values[name] = encode(record[name])
     return rule.document(values)
 
 
 def _line_number(path: epath.Path, offset: int) -> int:
     """Counts the lines up to the one that starts at this byte; called for an error only."""
     number = 1
+    position = 0
     with _open(path) as file:
-        while file.tell() < offset:
-            file.readline()
+        while position < offset:
+            position += len(file.readline())
             number += 1
     return number
 
 
 def _open(path: epath.Path):
     """Opens a file to read its text, as bytes."""
+    decompress = _OPENERS.get(path.suffix.lower())
+    if decompress is _open_zstd:
+        path = local_file(path)  # in which a failed read cannot go back
     if not is_url(path):
-        return gzip.open(path) if _is_gzip(path.name) else path.open("rb")
+        return decompress(path) if decompress else path.open("rb")
     file = io.BufferedReader(path.open("rb"), 2**20)
-    return gzip.open(file) if _is_gzip(path.name) else file
+    return decompress(file) if decompress else file
+
+
+def _open_zstd(file) -> io.BufferedReader:
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
+
+
+_OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
 
 
 def _retry(path: epath.Path, read: Callable):
-    """Calls `read` with `retry_reads`; a damaged gzip file becomes a UsageError with the reason."""
+    """Calls `read` with `retry_reads`; a damaged file becomes a UsageError with the reason."""
 
     def checked():
         try:
             return read()
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+            is_damaged = isinstance(error, gzip.BadGzipFile) or _DAMAGED.match(str(error))
+            if isinstance(error, OSError) and not is_damaged:
+                raise
             raise UsageError(f"is damaged or cut short ({error}); copy it again") from None
 
     return retry_reads(path, checked)

@@ -10,8 +10,6 @@ import os
 from collections.abc import Callable, Iterator
 from unittest import mock
 
-import filelock
-import fsspec
 from etils import epath
 
 from prope.data.sources.base import (
@@ -23,15 +21,9 @@ from prope.data.sources.base import (
     chunk_bytes,
     log_once,
 )
-from prope.errors import RunFailed, UsageError, is_disk_full, nearest, usage_error
-from prope.runtime.files import (
-    hash_file,
-    is_special,
-    is_url,
-    local_cache,
-    retry_reads,
-    tfrecord_checksum,
-)
+from prope.data.sources.remote import local_file
+from prope.errors import UsageError, nearest, usage_error
+from prope.runtime.files import hash_file, is_special, is_url
 
 _FEATURES = "tensorflow_datasets.core.features."
 
@@ -139,34 +131,6 @@ def _check_content(folder: epath.Path, info, rule: TextRule) -> None:
         raise UsageError(f"{folder}: is in {file_format} format; {readable}")
 
 
-def _local_copy(shard: epath.Path) -> str:
-    """Returns the path of fsspec's cached copy of a shard in a bucket; downloads it if needed.
-
-    A copy counts when the download has ended, and while the bucket's object is the same.
-    """
-    folder = local_cache() / "shards" / str(shard).replace("://", "/")
-    options = {
-        "cache_storage": str(folder),
-        "check_files": True,
-        "expiry_time": False,
-        "skip_instance_cache": True,  # an instance takes the copy that it failed to write as whole
-    }
-
-    def download() -> str:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with filelock.FileLock(folder / "lock"):  # fsspec writes over what another one writes
-                return fsspec.open_local(f"filecache::{shard}", filecache=options)
-        except OSError as error:
-            if not is_disk_full(error):
-                raise
-            full = "the disk is full; it needs room for a copy of the dataset's shards"
-            remedy = "free some space, or choose another folder, and run the same command again"
-            raise RunFailed(f"PROPE_CACHE={local_cache()}: {full}: {remedy}") from None
-
-    return retry_reads(shard, download)
-
-
 def _read(
     fail: Callable[[str], UsageError],
     features,
@@ -187,7 +151,7 @@ def _read(
     read_to = None if stop == length else stop
     while True:
         try:
-            path = _local_copy(shard) if is_url(shard) else str(shard)
+            path = str(local_file(shard))
         except FileNotFoundError:
             raise fail(f"{shard.name} is missing") from None
         try:
@@ -250,9 +214,17 @@ def tfrecord(path: str, start: int, stop: int | None) -> Iterator[bytes]:
 
 
 def _checked(data: bytes) -> bytes:
-    """Returns bytes without their TFRecord checksum; raises ValueError if it is wrong."""
+    """Returns bytes without the TFRecord checksum that ends them; raises ValueError if it is wrong.
+
+    The checksum is a rotated CRC-32C plus a constant.
+    """
+    import google_crc32c
+
     content = data[:-4]
-    if data[-4:] != tfrecord_checksum(content):
+    crc = google_crc32c.value(content)
+    rotated = crc >> 15 | crc << 17
+    expected = (rotated + 0xA282EAD8) % 2**32
+    if int.from_bytes(data[-4:], "little") != expected:
         raise ValueError("a checksum is wrong")
     return content
 

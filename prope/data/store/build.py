@@ -52,7 +52,8 @@ from prope.spec.data import DataSpec, is_generated
 from prope.spec.run import Spec
 
 # Fields of config.data that a store is made with.
-_SETTINGS = ("dataset", "text_feature", "template", "separator", "loss_on", "validation_fraction")
+_SETTINGS = ("dataset", "pattern", "text_feature", "template", "separator", "loss_on")
+_SETTINGS += ("validation_fraction",)
 _SIZES = ("tokens", "documents", "bytes", "unk_tokens")
 POLL_SECONDS = 1.0  # hundreds of hosts may wait for a lock in a shared folder
 
@@ -126,7 +127,7 @@ def _open_at_place(data: DataSpec, tokenizer: str) -> Store:
     if rule["format"] != arrays.FORMAT:
         problem = f"has format {rule['format']}, not {arrays.FORMAT}; prepare it again"
         raise UsageError(f"the store {path}: {problem}")
-    made_with = {"template": "", "separator": ""} | rule | rule["source"]
+    made_with = {"template": "", "separator": "", "pattern": ""} | rule | rule["source"]
     made_with["loss_on"] = "targets" if rule["has_prompts"] else "all"
     for name in _SETTINGS:
         if name in made_with and made_with[name] != getattr(data, name):
@@ -210,7 +211,8 @@ def _write_store(
         log.info(message, index["empty"], first)
     _log_unknown(index, data.tokenizer)
     if not any(index[split]["documents"] for split in SPLITS):
-        raise UsageError(f"{source.name}: has no document with text; add some")
+        problem = f"has no document with text; {index['empty']} without it were left out"
+        raise UsageError(f"{source.name}: {problem}; add some, or set config.data.text_feature")
     index |= {"rule": rule, "fingerprint": arrays.fingerprint_of(rule)}
     index |= _concatenate(path, data, chunks, records, split_rule.splits)
     folder = kvstore(path)
@@ -244,10 +246,12 @@ def _concatenate(
 
     def read(split: str) -> Iterator[np.ndarray]:
         for number, record in enumerate(records):
-            elements = pack.read_elements(chunks, number, split, record, dtype)
-            predicted = elements[elements < vocab_size]  # prompts have the top bit
-            counts[split] += np.bincount(predicted, minlength=vocab_size)
-            yield elements
+            whole = pack.read_elements(chunks, number, split, record, dtype)
+            for start in range(0, len(whole), arrays.SHARD):
+                elements = whole[start : start + arrays.SHARD]
+                predicted = elements[elements < vocab_size]  # prompts have the top bit
+                counts[split] += np.bincount(predicted, minlength=vocab_size)
+                yield elements
 
     for split in splits:
         size = sum(record[split]["tokens"] for record in records)

@@ -45,7 +45,8 @@ def pack_chunks(
     finished = len(records) - len(missing)
     reused = f"; {finished} of {len(records)} chunks are there already" if finished else ""
     megabytes = source.num_bytes / 1e6
-    log.info("data: packing %s (about %.1f MB of text)%s", source.name, megabytes, reused)
+    size = f" (about {megabytes:.1f} MB of text)" if megabytes else ""
+    log.info("data: packing %s%s%s", source.name, size, reused)
     num_workers = data.num_workers or (
         1 if missing_bytes < _ONE_PROCESS_BYTES else len(list_cores())
     )

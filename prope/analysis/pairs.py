@@ -1,0 +1,261 @@
+"""Chooses which pairs of every key head rotate; `prope.choose` is its command.
+
+A rule scores a pair by the mean norms of its queries and keys, by its frequency, and by the
+distances at which keys are seen; the pairs of the highest scores rotate on, the others stand.
+
+Axes: L layers, N query heads, K key heads, P pairs, S distances.
+"""
+
+import json
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from prope.analysis.sequences import read_sequences
+from prope.analysis.walk import Walk, mean_over_sequences
+from prope.errors import log, usage_error
+from prope.inference.losses import LossOptions, evaluations
+from prope.inference.opening import check_folder, results_folder
+from prope.inference.paired import paired_difference
+from prope.model import Captured
+from prope.pages.analysis import stack_rows
+from prope.pages.drawing import Picture, height, label_ticks, panels, show_image
+from prope.runtime import processes
+from prope.runtime.files import parse_json, read_text, write_atomic
+from prope.sharding import constrain
+from prope.spec.layers import format_pairs
+from prope.spec.model import ModelSpec
+from prope.workdir.records import SAME_WINDOWS
+from prope.workdir.run import Run, open_run
+
+# --- Rules: functions of the norms of queries and keys, the frequencies, [K, P], and distances [S]
+
+
+def change(query, key, freqs, distances) -> np.ndarray:
+    """How much the scores of attention change, at most, where a pair stands instead of rotating.
+
+    That is |q| |k| (1 - cos(f d)), averaged over distances d with weights 1 / d.
+    """
+    turned = 1 - np.cos(freqs[..., None] * distances)
+    return query * key * np.average(turned, axis=-1, weights=1 / distances)
+
+
+def norm(query, key, freqs, distances) -> np.ndarray:
+    """What a pair can add to a score, |q| |k| (MHA2MLA, 2502.14837)."""
+    return query * key
+
+
+def fast(query, key, freqs, distances) -> np.ndarray:
+    """The frequency: p-RoPE."""
+    return freqs
+
+
+def slow(query, key, freqs, distances) -> np.ndarray:
+    """The period: the fastest pairs stand first."""
+    return -freqs
+
+
+def uniform(query, key, freqs, distances) -> np.ndarray:
+    """Evenly spread pairs, for any number of them: by the index with its bits reversed."""
+    P = freqs.shape[-1]
+    bits = (P - 1).bit_length()
+    reversed_index = [int(f"{pair:0{bits}b}"[::-1], 2) for pair in range(P)]
+    return np.broadcast_to(-np.array(reversed_index, float), freqs.shape)
+
+
+RULES: dict[str, Callable] = {rule.__name__: rule for rule in (change, norm, fast, uniform, slow)}
+
+
+def score_pairs(model: ModelSpec, norms: list[dict], rule: str, T: int) -> list[np.ndarray]:
+    """Scores every pair of every key head, [L][K, P].
+
+    Layers that take the keys of another have the scores of its keys, by all their queries.
+    `norms` has for each layer `query_norms` [N, P] and `key_norms` [K, P], as analysis.json; T is
+    the length in which they were measured.
+    """
+    layers = model.layers_at(T)
+    queries = [np.zeros(layer.frequencies.shape) for layer in layers]
+    for layer, measured in zip(layers, norms, strict=True):
+        K, P = layer.frequencies.shape
+        scale = (model.attention_scale or layer.head_dim**-0.5) * layer.logit_scale
+        query = np.array(measured["query_norms"]).reshape(K, -1, P).mean(axis=1)
+        queries[layer.kv_source] += scale * query
+    scores = []
+    for layer in layers:
+        source = layer.kv_source
+        key = np.array(norms[source]["key_norms"])
+        distances = np.arange(1, max(min(layer.window or T, T), 2))
+        scores.append(RULES[rule](queries[source], key, layer.frequencies, distances))
+    return scores
+
+
+def keep_highest(model: ModelSpec, scores: list[np.ndarray], share: float, per: str) -> list:
+    """Chooses the pairs that rotate, bool [L][K, P]: this share of those of every head.
+
+    Per layer its heads keep the same pairs; per model a head keeps as many as its scores deserve.
+    """
+    if per == "layer":
+        scores = [np.broadcast_to(score.mean(axis=0), score.shape) for score in scores]
+    if per != "model":
+        return [_rank(score) < round(share * score.shape[1]) for score in scores]
+    own = [layer.number for layer in model.layers if not layer.shares_kv]
+    flat = np.concatenate([scores[number].ravel() for number in own])
+    ends = np.cumsum([scores[number].size for number in own])
+    parts = np.split(_rank(flat) < round(share * len(flat)), ends[:-1])
+    kept = {n: part.reshape(scores[n].shape) for n, part in zip(own, parts, strict=True)}
+    return [kept[layer.kv_source] for layer in model.layers]
+
+
+def _rank(scores: np.ndarray) -> np.ndarray:
+    """Ranks scores along the last axis, from 0, the highest."""
+    return (-scores).argsort(axis=-1, kind="stable").argsort(axis=-1)
+
+
+# --- Norms ----------------------------------------------------------------------------------------
+
+
+@jax.jit
+def _mean_norms(captured: Captured) -> dict[str, jax.Array]:
+    """Averages the 2-norm of every pair over tokens: of queries [B, N, P], of keys [B, K, P]."""
+    norms = {}
+    for name, heads in (("query_norms", captured.query), ("key_norms", captured.key)):
+        lanes = heads.reshape(*heads.shape[:-1], 2, heads.shape[-1] // 2)
+        norms[name] = constrain(jnp.linalg.norm(lanes, axis=-2).mean(axis=1), "TTT")
+    return norms
+
+
+def measure_norms(run: Run, sequences: np.ndarray) -> list[dict]:
+    """Runs the model over sequences [B, T]; returns mean norms of every layer, as analysis.json."""
+    walk = Walk(run, sequences)
+    x = walk.enter()
+    norms = []
+
+    def on_layer(_: int, captured: Captured) -> dict:
+        return jax.device_get(walk.run(_mean_norms, captured))
+
+    for layer in walk.layers:
+        x, batches = walk.layer(layer.number, x, on_layer=on_layer)
+        norms.append(mean_over_sequences(batches, len(sequences)))
+    return norms
+
+
+# --- The command ----------------------------------------------------------------------------------
+
+
+def choose_pairs(options) -> dict:
+    """Chooses pairs, writes them and evaluates; returns what the command prints.
+
+    `options` are the flags of `prope.choose`.
+    """
+    run = open_run(options.workdir, options.step)
+    model = run.spec.model
+    _check(options, model)
+    folder = results_folder(run.workdir, options.workdir, options.output)
+    check_folder(folder, options.output)
+    if options.analysis:
+        norms, about = _read_norms(options.analysis, model)
+    else:
+        ids, _, text = processes.call_on_first(lambda: read_sequences(run, options, "train"))
+        sequences = np.array(ids, np.int32)
+        about = text | dict(zip(("sequences", "seq_len"), sequences.shape, strict=True))
+        run, norms = run.restore_newest_valid(lambda run: measure_norms(run, sequences))
+    scores = score_pairs(model, norms, options.rule, about["seq_len"])
+    kept = keep_highest(model, scores, options.keep, options.per)
+    counts = {"kept_pairs": int(sum(map(np.sum, kept))), "pairs": int(sum(map(np.size, kept)))}
+    chosen = {
+        **{name: getattr(options, name) for name in ("rule", "per", "keep")},
+        "workdir": str(run.workdir),
+        "step": run.step,
+        "text": about,
+        **counts,
+        "rope_pairs": format_pairs(kept),
+        "scores": [[[float(f"{x:.5g}") for x in head] for head in layer] for layer in scores],
+    }
+    path = folder / "pairs.json"
+    if processes.is_first():
+        write_atomic(path, json.dumps(chosen))
+        write_atomic(folder / "pairs.png", draw_pairs(kept, options.rule).render())
+    by_index = [np.broadcast_to(-np.arange(one.shape[1]) / one.shape[1], one.shape) for one in kept]
+    fastest = keep_highest(model, by_index, options.keep, options.per)
+    losses = _compare(options, run, folder, [None, chosen["rope_pairs"], format_pairs(fastest)])
+    names = ("loss_as_it_is", "loss", "loss_p_rope")
+    return dict(zip(names, losses, strict=True)) | counts | {"output": str(path)}
+
+
+def _check(options, model: ModelSpec) -> None:
+    if any((layer.frequencies == 0).any() or layer.removed.any() for layer in model.layers):
+        problem = f"{model.describe_rotation()}: a choice is made where all pairs rotate"
+        raise usage_error(
+            "--workdir", options.workdir, problem, "name the run before its conversion"
+        )
+    sizes = [layer.frequencies.size for layer in model.layers if not layer.shares_kv]
+    of_head = min(layer.head_dim // 2 for layer in model.layers)
+    count, owner = (sum(sizes), "the model") if options.per == "model" else (of_head, "a head")
+    if round(options.keep * count) < 1:
+        problem = f"keeps none of the {count} pairs of {owner}"
+        remedy = f"keep {1 / count:g} or more; p = 0 needs no choice"
+        raise usage_error("--keep", options.keep, problem, remedy)
+
+
+def _read_norms(path: str, model: ModelSpec) -> tuple[list[dict], dict]:
+    """Reads the norms of an analysis.json, and what they are of."""
+    remedy = "run prope.analyze on this model, with all its layers"
+    text = read_text("analysis", path, "give an analysis.json of prope.analyze")
+    names = ("workdir", "step", "source", "split", "sequences", "seq_len")
+    try:
+        analysis = parse_json(text)
+        layers = analysis["layers"]
+        about = {name: analysis[name] for name in names}
+        shapes = [(np.shape(one["query_norms"]), np.shape(one["key_norms"])) for one in layers]
+    except (ValueError, TypeError, LookupError) as error:
+        problem = f"is no analysis.json: {type(error).__name__} {error}"
+        raise usage_error("--analysis", path, problem, remedy) from None
+    expected = [layer.frequencies.shape for layer in model.layers]
+    if shapes != [((model.num_heads, P), (K, P)) for K, P in expected]:
+        problem = f"has {len(layers)} layers, not the model's {model.num_layers}, or other heads"
+        raise usage_error("--analysis", path, problem, remedy)
+    return layers, about
+
+
+def _compare(options, run: Run, folder: epath.Path, choices: list) -> list[float]:
+    """Evaluates the run with each choice of pairs, None first; returns losses in nats per token."""
+    flags = ("workdir", "dataset", "data_dir", "max_windows", "dtype", "output")
+    fields = {name: getattr(options, name) for name in flags}
+    fields |= {"step": str(run.step), "split": "validation"}
+    fields["seq_len"] = options.seq_len and str(options.seq_len)
+    fields["again"] = options.output is not None  # records elsewhere have their sums there
+    losses = [next(evaluations(LossOptions(**fields, pairs=pairs))) for pairs in choices]
+    processes.call_on_first(lambda: _log_differences(folder, *losses))
+    return [record["loss"] for record in losses]
+
+
+def _log_differences(folder: epath.Path, as_it_is: dict, chosen: dict, fastest: dict) -> None:
+    """Logs by how much the losses of three records differ, paired by document."""
+    about = {name: chosen.get(name) for name in ("step", "dataset", *SAME_WINDOWS, "changed")}
+    for name, other in (("as it is", as_it_is), ("with p-RoPE of as many pairs", fastest)):
+        second = {"changed": other.get("changed")}
+        difference = paired_difference(folder, folder, about=about, second_fields=second)
+        interval = difference.interval()
+        reach = "" if interval is None else " ({:+.4f} to {:+.4f})".format(*interval)
+        log.info("chosen minus %s: %+.4f nats per token%s", name, difference.difference, reach)
+
+
+def draw_pairs(kept: list[np.ndarray], rule: str) -> Picture:
+    """Draws which pairs of every key head rotate."""
+    rows = stack_rows([row.astype(float) for one in kept for row in one])
+    labels = [f"{layer}.{head}" for layer, one in enumerate(kept) for head in range(len(one))]
+
+    def draw(figure) -> None:
+        axes = panels(figure, 1)[0, 0]
+        show_image(axes, rows, aspect="auto", vmax=1)
+        axes.set(xlabel="pair, fastest first", ylabel="layer.key head", title=f"by {rule}")
+        axes.locator_params(axis="x", integer=True)
+        label_ticks(axes.yaxis, labels)
+
+    count = int(sum(map(np.sum, kept)))
+    alt = f"{count} pairs of {len(rows)} key heads rotate."
+    caption = "Bright pairs rotate, dark ones stand."
+    return Picture("pairs", "Chosen pairs", alt, caption, draw, (6, height(len(rows))))
