@@ -240,7 +240,7 @@ def _local_rows(mesh: Mesh, batch_size: int) -> list[tuple[int, int]]:
     for (device_rows,) in indices.values():
         rows |= set(range(*device_rows.indices(num_rows)))
 
-    def place(row: int) -> tuple[int, int]:
+    def place(row):
         device, offset = divmod(row, per_device)
         group, rank = divmod(device, C)
         return group * per_device + offset, rank

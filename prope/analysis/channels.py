@@ -126,7 +126,7 @@ def show_channels(walk: Walk, chosen: list[tuple[int, ...]], window: list[int]) 
     for layer in range(max(layer for layer, *_ in chosen) + 1):
         places = [place for place in chosen if place[0] == layer]
 
-        def on_layer(_: int, captured: Captured, places=places) -> list[jax.Array]:
+        def on_layer(_, captured, places=places):
             return [walk.run(_lanes, captured, *place[1:]) for place in places]
 
         x, batches = walk.layer(layer, x, on_layer=on_layer)

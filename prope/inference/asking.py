@@ -49,7 +49,6 @@ from prope.inference.options import Options
 from prope.runtime import processes
 from prope.spec.model import ModelSpec
 from prope.spec.run import Spec
-from prope.workdir.run import Run
 
 RECORDS = "longcontext.jsonl"
 _NEAR = 32  # tokens from the evidence to the question, as a control
@@ -109,7 +108,7 @@ def encode(tokenizer: Tokenizer, task: str, prompt: Prompt) -> Trial:
     """
     tokens = tokenizer.encode(prompt.text.encode())
 
-    def encode_answer(text: str) -> np.ndarray:
+    def encode_answer(text):
         whole = tokenizer.encode((prompt.text + text).encode())
         answer = whole[len(tokens) :]
         if not len(answer) or not np.array_equal(whole[: len(tokens)], tokens):
@@ -253,7 +252,7 @@ def answers(options: AskOptions) -> Iterator[dict]:
     """
     tasks = parse_tasks(options.tasks)
 
-    def open_prompts(run: Run, encoding: str | None) -> list[Prompts]:
+    def open_prompts(run, encoding):
         specs = specs_by_length(run.spec, options, encoding)
         return [Prompts(task, T, spec, options) for task in tasks for T, spec in specs.items()]
 

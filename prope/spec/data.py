@@ -205,7 +205,7 @@ def _check_source(source: dict, prefix: str) -> None:
     """Checks the fields of one source, named with `prefix` in an error."""
     dataset = source["dataset"]
 
-    def require(name: str, holds: bool, problem: str) -> None:
+    def require(name, holds, problem):
         if not holds:
             raise usage_error(f"config.{prefix}{name}", source[name], problem)
 

@@ -230,7 +230,7 @@ def check_run(fields: dict[str, Any]) -> None:
     for name, field in FIELDS.items():
         check_field(f"config.{name}", fields[name], field)
 
-    def require(name: str, holds: bool, problem: str) -> None:
+    def require(name, holds, problem):
         if not holds:
             raise usage_error(f"config.{name}", fields[name], problem)
 
