@@ -204,11 +204,8 @@ def _lanes(captured: Captured, head: jax.Array, pair: jax.Array) -> jax.Array:
     """Takes a pair of a query head and its key head, of all arrays: [5, B, T, 2]."""
     N, H = captured.query.shape[2:]
     lanes = jnp.stack([pair, pair + H // 2])
-    arrays = []
-    for x in captured:
-        x_head = head * x.shape[2] // N
-        arrays.append(x[:, :, x_head][..., lanes])
-    return constrain(jnp.stack(arrays), "TTTT")  # whole in all processes
+    heads = [x[:, :, head * x.shape[2] // N] for x in captured]
+    return constrain(jnp.stack(heads)[..., lanes], "TTTT")  # whole in all processes
 
 
 def stopped(head, pair, query, key, value, table):

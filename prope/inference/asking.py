@@ -93,10 +93,8 @@ def chances_without_retrieval(text: str, candidates: list[str]) -> dict[str, flo
 
 def no_retrieval_baseline(trials: list[Trial]) -> dict:
     """Finds the rule that is right most often; returns `guess`, its share, and `guess_rule`."""
-    shares = {
-        rule: float(np.mean([trial.guesses[rule] for trial in trials]))
-        for rule in trials[0].guesses
-    }
+    rules = trials[0].guesses
+    shares = {rule: float(np.mean([trial.guesses[rule] for trial in trials])) for rule in rules}
     rule = max(shares, key=shares.get)
     return {"guess": shares[rule], "guess_rule": rule}
 
@@ -200,10 +198,7 @@ def score_trials(
             batch["answer_lengths"][i] = size
         return batch
 
-    def step(batch):
-        return score(params, **batch)
-
-    batches = list(run_batches(step, spec, mesh, R, read))
+    batches = list(run_batches(lambda batch: score(params, **batch), spec, mesh, R, read))
     logprobs = [scores["logprobs"] for scores in batches]
     exact = [scores["exact"] for scores in batches]
     return np.concatenate(logprobs), np.concatenate(exact)

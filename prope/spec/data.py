@@ -159,7 +159,7 @@ class DataSpec:
         """
         places = {"data.cache_dir": self.cache_dir}
         entries = {f"data.mixture[{n}]": entry for n, entry in enumerate(self.mixture)}
-        for prefix, source in {"data": dataclasses.asdict(self), **entries}.items():
+        for prefix, source in {"data": vars(self), **entries}.items():
             places |= {f"{prefix}.{name}": source.get(name) for name in ("data_dir", "store")}
         given = {name: place for name, place in places.items() if place}
         return {"data.tokenizer": self.tokenizer} | given
