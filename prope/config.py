@@ -238,8 +238,8 @@ def shrink_for_laptop(config: ConfigDict, size: str) -> ConfigDict:
     if data.dataset not in EMBEDDED and not is_generated(data.dataset):
         choose = "--config.data.dataset and .data_dir choose another"
         log.info("tiny: python_docs replaces %s; %s", data.dataset, choose)
-        data.update({"dataset": "python_docs", "data_dir": "", "mixture": (), "template": ""})
-        data.update({"separator": "", "pattern": "", "loss_on": "all", "store": ""})
+        empty = dict.fromkeys(("data_dir", "template", "separator", "pattern", "store"), "")
+        data.update(empty | {"dataset": "python_docs", "mixture": (), "loss_on": "all"})
     if data.tokenizer != "byte":
         log.info("tiny: the byte tokenizer replaces %s", data.tokenizer)
         data.tokenizer = "byte"

@@ -113,7 +113,7 @@ def least_wavelength(head_dim: int, length: int) -> float:
     """
     distances = np.arange(length)
 
-    def negative_distances(wavelength: float, distances: np.ndarray) -> np.ndarray:
+    def negative_distances(wavelength, distances):
         angles = distances[:, None] * frequencies(head_dim, wavelength)
         return distances[np.cos(angles).sum(axis=1) < 0]
 
@@ -163,7 +163,7 @@ def yarn_frequencies(
     Source: its code and transformers.
     """
 
-    def pair_of_turns(turns: float) -> float:
+    def pair_of_turns(turns):
         wavelengths = math.log(length / (2 * math.pi * turns))
         return head_dim * wavelengths / (2 * math.log(max_wavelength))
 

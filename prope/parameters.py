@@ -180,7 +180,7 @@ def stacked_shape(model: ModelSpec, path: str) -> tuple[int, ...]:
 def shapes(model: ModelSpec) -> dict[str, Any]:
     """Returns the tree of all parameters as `jax.ShapeDtypeStruct`."""
 
-    def shape(path: str) -> jax.ShapeDtypeStruct:
+    def shape(path):
         return jax.ShapeDtypeStruct(stacked_shape(model, path), jnp.float32)
 
     return nest({path: shape(path) for path in parameters(model)})

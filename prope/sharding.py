@@ -17,6 +17,7 @@ attention work on rows; attention all-gathers the keys and values of a sequence.
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -156,9 +157,8 @@ def shard_mapped(function: Callable, axes: Sequence[str], results: Sequence[str]
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.size <= 1:
             return function(*arrays)
-        sizes = {}
-        for letters, x in zip(axes, arrays, strict=True):
-            sizes |= zip(letters, x.shape, strict=True)
+        shape = itertools.chain.from_iterable(x.shape for x in arrays)
+        sizes = dict(zip("".join(axes), shape, strict=True))
 
         def spec(rule, letters):
             return rule(mesh, letters, [sizes[letter] for letter in letters])
@@ -236,11 +236,9 @@ def _local_rows(mesh: Mesh, batch_size: int) -> list[tuple[int, int]]:
     num_rows = batch_size * C
     per_device = -(-num_rows // _size(mesh, _MESH_AXES["B"]))
     indices = batch_sharding(mesh).addressable_devices_indices_map((num_rows,))
-    rows = set()
-    for (device_rows,) in indices.values():
-        rows |= set(range(*device_rows.indices(num_rows)))
+    rows = {row for (part,) in indices.values() for row in range(num_rows)[part]}
 
-    def place(row: int) -> tuple[int, int]:
+    def place(row):
         device, offset = divmod(row, per_device)
         group, rank = divmod(device, C)
         return group * per_device + offset, rank

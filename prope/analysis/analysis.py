@@ -15,7 +15,6 @@ from prope.analysis.walk import Walk, mean_over_sequences
 from prope.errors import log, usage_error
 from prope.inference.opening import check_folder, results_folder
 from prope.inference.statistics import average_seeds
-from prope.model import Captured
 from prope.pages import analysis as page
 from prope.runtime import processes
 from prope.runtime.files import write_atomic
@@ -83,7 +82,7 @@ def analyse(workdir: epath.Path, options, folder: epath.Path | None = None) -> d
     B, T = sequences.shape
     tokens = choose_tokens(options, np.array(names))
 
-    def measure(run: Run) -> dict:
+    def measure(run):
         begins = "%s, step %d: %d sequences of %d tokens of %s, in float32"
         log.info(begins, workdir, run.step, B, T, text["source"])
         return _measure(Walk(run, sequences), options, layers, heads, places, tokens)
@@ -190,7 +189,7 @@ def measure_layers(
     after_batches = walk.batches(after)
     result = {"layers": [], "heads": [], "views": {}, "channels": [], "loss": None}
 
-    def on_layer(scoring: measures.Scoring, batch: int, captured: Captured) -> tuple:
+    def on_layer(scoring, batch, captured):
         values = walk.run(measures.measure, captured, after_batches[batch], scoring)
         view = walk.run(measures.view, captured, np.array(positions), scoring)
         return jax.device_get((values, view))

@@ -182,7 +182,7 @@ def bounds_table(
     logits = view.logits[head].astype(np.float64)
     rows = np.searchsorted(view.positions, table)
 
-    def previous(values: np.ndarray) -> list[float | None]:
+    def previous(values):
         # The view has the token before, so it is in the column before.
         column = values[rows, rows - 1].tolist()
         if table[0] == 0:

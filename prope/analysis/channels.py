@@ -126,7 +126,7 @@ def show_channels(walk: Walk, chosen: list[tuple[int, ...]], window: list[int]) 
     for layer in range(max(layer for layer, *_ in chosen) + 1):
         places = [place for place in chosen if place[0] == layer]
 
-        def on_layer(_: int, captured: Captured, places=places) -> list[jax.Array]:
+        def on_layer(_, captured, places=places):
             return [walk.run(_lanes, captured, *place[1:]) for place in places]
 
         x, batches = walk.layer(layer, x, on_layer=on_layer)
@@ -204,11 +204,8 @@ def _lanes(captured: Captured, head: jax.Array, pair: jax.Array) -> jax.Array:
     """Takes a pair of a query head and its key head, of all arrays: [5, B, T, 2]."""
     N, H = captured.query.shape[2:]
     lanes = jnp.stack([pair, pair + H // 2])
-    arrays = []
-    for x in captured:
-        x_head = head * x.shape[2] // N
-        arrays.append(x[:, :, x_head][..., lanes])
-    return constrain(jnp.stack(arrays), "TTTT")  # whole in all processes
+    heads = [x[:, :, head * x.shape[2] // N] for x in captured]
+    return constrain(jnp.stack(heads)[..., lanes], "TTTT")  # whole in all processes
 
 
 def stopped(head, pair, query, key, value, table):

@@ -133,7 +133,7 @@ def measure_norms(run: Run, sequences: np.ndarray) -> list[dict]:
     x = walk.enter()
     norms = []
 
-    def on_layer(_: int, captured: Captured) -> dict:
+    def on_layer(_, captured):
         return jax.device_get(walk.run(_mean_norms, captured))
 
     for layer in walk.layers:
@@ -248,7 +248,7 @@ def draw_pairs(kept: list[np.ndarray], rule: str) -> Picture:
     rows = stack_rows([row.astype(float) for one in kept for row in one])
     labels = [f"{layer}.{head}" for layer, one in enumerate(kept) for head in range(len(one))]
 
-    def draw(figure) -> None:
+    def draw(figure):
         axes = panels(figure, 1)[0, 0]
         show_image(axes, rows, aspect="auto", vmax=1)
         axes.set(xlabel="pair, fastest first", ylabel="layer.key head", title=f"by {rule}")

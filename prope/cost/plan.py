@@ -148,7 +148,7 @@ def search(spec: Spec, topology: str, devices: list, flags: dict) -> dict:
     """
     groups = len(devices) // (spec.mesh.tensor * spec.mesh.context)
 
-    def attempt(gather: str, remat: str, rows: int) -> dict:
+    def attempt(gather, remat, rows):
         fields = {"mesh.gather": gather, "model.remat": remat}
         fields |= {"batch_size": rows * groups, "accumulation": 1}
         result = plan(spec.replace(fields), topology, devices, flags)

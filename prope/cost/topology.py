@@ -104,10 +104,10 @@ def as_if_attached(devices: list) -> Iterator[None]:
         return
     canonicalize = xla_bridge.canonicalize_platform
 
-    def canonicalize_platform(platform: str) -> str:
+    def canonicalize_platform(platform):
         return "cuda" if platform == "gpu" else canonicalize(platform)
 
-    def check_compute_capability(least: str) -> bool:
+    def check_compute_capability(least):
         return float(capability) >= float(least)
 
     with (

@@ -159,7 +159,7 @@ def _integers(text: str) -> list[int]:
 def kernels(module: Computation) -> dict[str, int]:
     """Counts how often each library or custom kernel runs, {"__cudnn$fmhaSoftmax": 18, ..}."""
 
-    def count(computation: Computation) -> Counter:
+    def count(computation):
         return Counter(
             re.search(r'custom_call_target="([^"]*)"', x.attributes)[1]
             for x in computation.instructions.values()

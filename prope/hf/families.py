@@ -56,7 +56,7 @@ def positive(value) -> float:
 def at_least(least: int) -> Rule:
     """Makes the rule of an integer from `least` on."""
 
-    def integer(value) -> int:
+    def integer(value):
         if type(value) is not int or value < least:
             raise ValueError(f"must be an integer of at least {least}")
         return value

@@ -49,7 +49,6 @@ from prope.inference.options import Options
 from prope.runtime import processes
 from prope.spec.model import ModelSpec
 from prope.spec.run import Spec
-from prope.workdir.run import Run
 
 RECORDS = "longcontext.jsonl"
 _NEAR = 32  # tokens from the evidence to the question, as a control
@@ -94,10 +93,8 @@ def chances_without_retrieval(text: str, candidates: list[str]) -> dict[str, flo
 
 def no_retrieval_baseline(trials: list[Trial]) -> dict:
     """Finds the rule that is right most often; returns `guess`, its share, and `guess_rule`."""
-    shares = {
-        rule: float(np.mean([trial.guesses[rule] for trial in trials]))
-        for rule in trials[0].guesses
-    }
+    rules = trials[0].guesses
+    shares = {rule: float(np.mean([trial.guesses[rule] for trial in trials])) for rule in rules}
     rule = max(shares, key=shares.get)
     return {"guess": shares[rule], "guess_rule": rule}
 
@@ -109,7 +106,7 @@ def encode(tokenizer: Tokenizer, task: str, prompt: Prompt) -> Trial:
     """
     tokens = tokenizer.encode(prompt.text.encode())
 
-    def encode_answer(text: str) -> np.ndarray:
+    def encode_answer(text):
         whole = tokenizer.encode((prompt.text + text).encode())
         answer = whole[len(tokens) :]
         if not len(answer) or not np.array_equal(whole[: len(tokens)], tokens):
@@ -201,10 +198,7 @@ def score_trials(
             batch["answer_lengths"][i] = size
         return batch
 
-    def step(batch):
-        return score(params, **batch)
-
-    batches = list(run_batches(step, spec, mesh, R, read))
+    batches = list(run_batches(lambda batch: score(params, **batch), spec, mesh, R, read))
     logprobs = [scores["logprobs"] for scores in batches]
     exact = [scores["exact"] for scores in batches]
     return np.concatenate(logprobs), np.concatenate(exact)
@@ -253,7 +247,7 @@ def answers(options: AskOptions) -> Iterator[dict]:
     """
     tasks = parse_tasks(options.tasks)
 
-    def open_prompts(run: Run, encoding: str | None) -> list[Prompts]:
+    def open_prompts(run, encoding):
         specs = specs_by_length(run.spec, options, encoding)
         return [Prompts(task, T, spec, options) for task in tasks for T, spec in specs.items()]
 

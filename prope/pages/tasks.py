@@ -47,7 +47,7 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
         round(prompts) for records in by_run for _, prompts in _count_by_octave(records).values()
     ]
 
-    def draw(figure) -> None:
+    def draw(figure):
         heights = (3, 2) * blocks
         axes = panels(figure, len(by_group), rows=2, wrap=columns, height_ratios=heights)
         for (above, below), (group, runs) in zip(axes.T, by_group.items(), strict=True):

@@ -347,7 +347,7 @@ def _set_abort_message(line: str) -> None:
     waits. While a process leaves, it keeps its exit code.
     """
 
-    def on_abort(_number: int) -> None:
+    def on_abort(_number):
         if _exit_code == LOST:
             os.write(2, f"\nstopped: {line}\n".encode())
         os._exit(_exit_code)

@@ -159,7 +159,7 @@ class DataSpec:
         """
         places = {"data.cache_dir": self.cache_dir}
         entries = {f"data.mixture[{n}]": entry for n, entry in enumerate(self.mixture)}
-        for prefix, source in {"data": dataclasses.asdict(self), **entries}.items():
+        for prefix, source in {"data": vars(self), **entries}.items():
             places |= {f"{prefix}.{name}": source.get(name) for name in ("data_dir", "store")}
         given = {name: place for name, place in places.items() if place}
         return {"data.tokenizer": self.tokenizer} | given
@@ -205,7 +205,7 @@ def _check_source(source: dict, prefix: str) -> None:
     """Checks the fields of one source, named with `prefix` in an error."""
     dataset = source["dataset"]
 
-    def require(name: str, holds: bool, problem: str) -> None:
+    def require(name, holds, problem):
         if not holds:
             raise usage_error(f"config.{prefix}{name}", source[name], problem)
 

@@ -206,7 +206,6 @@ class ModelSpec:
 
     def __post_init__(self):
         check_fields(self, "config.model.")
-        self._check_heads()
         self._check_layers()
         self._check_encoding()
 
@@ -253,12 +252,9 @@ class ModelSpec:
         found = [number for number in numbers if self.kinds[number] == which + ATTENTION_SUFFIX]
         found = found or list(parse_interval(which, self.num_layers))
         if not found:
-            present = " and ".join(
-                kind.removesuffix(ATTENTION_SUFFIX) for kind in dict.fromkeys(self.kinds)
-            )
-            raise ValueError(
-                f"there are no layers {which!r}, only 0 to {numbers[-1]}, all {present}"
-            )
+            kinds = [kind.removesuffix(ATTENTION_SUFFIX) for kind in dict.fromkeys(self.kinds)]
+            known = f"0 to {numbers[-1]}, all {' and '.join(kinds)}"
+            raise ValueError(f"there are no layers {which!r}, only {known}")
         return found
 
     @property
@@ -281,9 +277,8 @@ class ModelSpec:
             counts.setdefault(layer.head_dim // 2, set()).update(rotated)
         parts = []
         for P, values in sorted(counts.items()):
-            text = f"{min(values)} to {max(values)}"
-            if len(values) < 3:
-                text = " or ".join(map(str, sorted(values)))
+            words = " or ".join(map(str, sorted(values)))
+            text = words if len(values) < 3 else f"{min(values)} to {max(values)}"
             parts.append(f"{text} of {P}")
         return " and ".join(parts)
 
@@ -306,17 +301,14 @@ class ModelSpec:
     def _refuse(self, field: str, problem: str, remedy: str = "") -> None:
         raise usage_error(f"config.model.{field}", getattr(self, field), problem, remedy)
 
-    def _check_heads(self) -> None:
+    def _check_layers(self) -> None:
+        """Checks that key heads divide query heads, and fields of some layers have such layers."""
+        L = self.num_layers
         if self.num_heads % self.num_kv_heads:
-            self._refuse(
-                "num_heads", f"must be a multiple of model.num_kv_heads={self.num_kv_heads}"
-            )
+            problem = f"must be a multiple of model.num_kv_heads={self.num_kv_heads}"
+            self._refuse("num_heads", problem)
         if self.num_global_kv_heads and self.num_heads % self.num_global_kv_heads:
             self._refuse("num_global_kv_heads", f"must divide model.num_heads={self.num_heads}")
-
-    def _check_layers(self) -> None:
-        """Checks that fields of some layers alone have such layers."""
-        L = self.num_layers
         if len(self.layer_types) > L:
             self._refuse("layer_types", f"must be a pattern of at most model.num_layers={L} layers")
         first = self.first_sharing_layer
@@ -384,13 +376,11 @@ class ModelSpec:
             required.add("sliding_window")
             optional |= {"local_max_wavelength", "local_rope_percentage"}
         allowed = required | optional
-        chosen = [
-            f"{field}={getattr(self, field)}" for field in (*encodings.CHOICES, "layer_types")
-        ]
-        fields = {field.name: field for field in dataclasses.fields(self)}
+        names = (*encodings.CHOICES, "layer_types")
+        chosen = [f"{field}={getattr(self, field)}" for field in names]
         for name in sorted(encodings.FIELDS):
             value = getattr(self, name)
-            is_set = value is not None and value != fields[name].default
+            is_set = value is not None and value != getattr(ModelSpec, name)
             if name in required and value is None:
                 self._refuse(name, "must have a value: its type needs it")
             if is_set and name not in allowed:

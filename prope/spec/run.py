@@ -166,12 +166,12 @@ class Spec:
         "first and last step, as in 10,12, whose trace jax.profiler writes to W/profile; empty: "
         "none",
     )
-    model: ModelSpec = dataclasses.field(default_factory=ModelSpec)
+    model: ModelSpec = dataclasses.field(default_factory=ModelSpec)  # which imports JAX
     data: DataSpec = dataclasses.field(default_factory=DataSpec)
-    optimizer: OptimizerSpec = dataclasses.field(default_factory=OptimizerSpec)
-    mesh: MeshSpec = dataclasses.field(default_factory=MeshSpec)
-    checkpoint: CheckpointSpec = dataclasses.field(default_factory=CheckpointSpec)
-    eval: EvalSpec = dataclasses.field(default_factory=EvalSpec)
+    optimizer: OptimizerSpec = OptimizerSpec()
+    mesh: MeshSpec = MeshSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    eval: EvalSpec = EvalSpec()
 
     def __post_init__(self):
         check_run(self.flat())
@@ -230,7 +230,7 @@ def check_run(fields: dict[str, Any]) -> None:
     for name, field in FIELDS.items():
         check_field(f"config.{name}", fields[name], field)
 
-    def require(name: str, holds: bool, problem: str) -> None:
+    def require(name, holds, problem):
         if not holds:
             raise usage_error(f"config.{name}", fields[name], problem)
 
@@ -282,7 +282,7 @@ def _identity(fields: dict[str, Any]) -> dict[str, Any]:
     tokenizer counts by its name: a run may be moved, and its tokens have a fingerprint.
     """
     sources = [
-        {key: value for key, value in source.items() if not _is_place(key)}
+        {key: source[key] for key in source if key == "weight" or not may_change(f"data.{key}")}
         for source in fields["data.mixture"]
     ]
     tokenizer = os.path.basename(fields["data.tokenizer"].rstrip("/"))
@@ -291,8 +291,3 @@ def _identity(fields: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value for name, value in fields.items() if not may_change(name) and name not in free
     }
-
-
-def _is_place(key: str) -> bool:
-    """Returns whether a field of a source may change, as places do."""
-    return key != "weight" and may_change(f"data.{key}")

@@ -52,7 +52,7 @@ def list_steps(workdir: epath.PathLike) -> list[int]:
 def finished_steps(directory: epath.Path) -> list[int]:
     """Lists the steps of a folder of checkpoints, as this process sees them."""
 
-    def finished() -> list[int]:
+    def finished():
         # When all is written, a folder gets its name, and one at a URL its hashes.json.
         folders = [path for path in directory.iterdir() if path.name.isdecimal()]
         return [int(path.name) for path in folders if not is_url(path) or (path / HASHES).exists()]
@@ -272,7 +272,7 @@ def _hash_items(config: dict, data: dict, arrays: dict[str, Any]) -> dict[str, A
 def _chunks(params):
     """Returns how parameters are cut in a checkpoint: layers apart, so that one is read alone."""
 
-    def cut(path, _) -> ocp.SaveArgs:
+    def cut(path, _):
         axes = (0,) if path[0].key == "layers" else ()
         return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=axes)
 

@@ -106,7 +106,7 @@ class CheckpointReader:
         """
         self.check(**abstract)
 
-        def read_sharded(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        def read_sharded(path, leaf):
             read = functools.partial(self._read_slice, path[0].key, path[1:], leaf)
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
 
@@ -152,7 +152,7 @@ class CheckpointReader:
         With `layer`, only that layer is read, and verified.
         """
 
-        def read_verified(keys, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        def read_verified(keys, leaf):
             full_path = (*map(DictKey, path), *keys)
             hashes = self._hashes["params"][keystr(full_path)]
             if layer is None:
@@ -174,7 +174,7 @@ class CheckpointReader:
         Where `index` is None the array is opened only.
         """
 
-        def read() -> np.ndarray | None:
+        def read():
             try:
                 store = self._open(item, path, leaf)
                 return None if index is None else store[index].read().result()

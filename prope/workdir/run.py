@@ -61,7 +61,7 @@ class Run:
         Where --step named this one, no other is tried. Raises UsageError where all are damaged.
         """
 
-        def read_one(step: int) -> tuple[Run, Any]:
+        def read_one(step):
             run = self if step == self.step else Run(self.workdir, self.spec, [step])
             return run, read(run)
 
@@ -102,7 +102,7 @@ def open_run(workdir: epath.PathLike, step: int | None = None) -> Run:
         remedy = f"--step={step} names it; the run also has {others or 'no other'}"
         steps = [step]
 
-    def open_at(newest: int) -> Run:
+    def open_at(newest):
         older = [step for step in reversed(steps) if step <= newest]
         return Run(path, spec, older, remedy)
 
@@ -198,7 +198,7 @@ def find_runs(workdir: epath.PathLike, flag: str = "--workdir") -> list[epath.Pa
     Raises UsageError where there is none.
     """
 
-    def find(folder: epath.Path) -> Iterator[epath.Path]:
+    def find(folder):
         if (folder / "config.json").exists():
             yield folder  # nothing within a run is another
         elif folder.is_dir():
