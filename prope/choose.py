@@ -44,9 +44,9 @@ def define_flags() -> None:
 
 def main() -> dict:
     """Chooses and evaluates; returns the losses and the file of the pairs."""
-    from prope.analysis.pairs import ChooseOptions, choose_pairs
+    from prope.analysis.pairs import choose_pairs
 
-    return choose_pairs(options.from_flags(ChooseOptions))
+    return choose_pairs(flags.FLAGS)
 
 
 if __name__ == "__main__":

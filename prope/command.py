@@ -83,7 +83,7 @@ def run(
             from prope.runtime.environment import check_environment
 
             check_environment()
-            if not _accelerators():
+            if not accelerators():
                 from prope.runtime.memory import reuse_memory
 
                 reuse_memory()
@@ -125,9 +125,9 @@ def prepare(define_flags: Callable[[], None], doc: str, uses_devices: bool = Tru
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
         print(_help_text(define_flags, doc), flush=True)
         sys.exit(0)
-    _on_ctrl_c(_leave)
+    _on_ctrl_c(_leave)  # while JAX is imported there is nothing to tidy up
     if os.getpid() == 1:  # in a container: there a signal without a handler does nothing
-        signal.signal(signal.SIGTERM, _terminate)
+        signal.signal(signal.SIGTERM, _leave)
     _log_to_stderr()
     # Pictures are written into files. A notebook names a backend that may not be installed here.
     os.environ["MPLBACKEND"] = "agg"
@@ -152,7 +152,7 @@ def _check_platforms() -> None:
     find = importlib.util.find_spec
     asked = os.environ.get("JAX_PLATFORMS")
     installed = [name for name in _PLUGINS if any(map(find, _PLUGINS[name]))]
-    if not asked and installed and not _accelerators():
+    if not asked and installed and not accelerators():
         os.environ["JAX_PLATFORMS"] = "cpu"
     if asked:  # what JAX logs, with tracebacks, it also raises
         logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)
@@ -180,7 +180,7 @@ def _describe_error(error: Exception) -> tuple[str, int]:
     return f"{kind}: {known}", known.code
 
 
-def _accelerators() -> list[pathlib.Path]:
+def accelerators() -> list[pathlib.Path]:
     """Lists the device files of TPUs and GPUs; none where JAX is told to use the CPU."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return []
@@ -193,15 +193,10 @@ def _on_ctrl_c(handler) -> None:
         signal.signal(signal.SIGINT, handler)
 
 
-def _leave(_number: int, _frame) -> None:
-    """Leaves at once: while JAX is imported there is nothing to tidy up."""
-    print(_STOPPED, file=sys.stderr, flush=True)
-    os._exit(INTERRUPTED)
-
-
-def _terminate(number: int, _frame) -> None:
+def _leave(number: int, _frame) -> None:
     """Leaves at once, with the code of a process that this signal has ended."""
-    print("stopped by SIGTERM", file=sys.stderr, flush=True)
+    message = _STOPPED if number == signal.SIGINT else "stopped by SIGTERM"
+    print(message, file=sys.stderr, flush=True)
     os._exit(128 + number)
 
 
@@ -261,11 +256,8 @@ def _define(define_flags: Callable[[], None]) -> list[str]:
 
 
 def _help_text(define_flags: Callable[[], None], doc: str) -> str:
-    rows = []
-    for name in _define(define_flags):
-        flag = flags.FLAGS[name]
-        prefix = "--[no]" if flag.boolean else "--"
-        rows.append((prefix + name, _meaning(flag)))
+    defined = [flags.FLAGS[name] for name in _define(define_flags)]
+    rows = [(f"--{'[no]' * flag.boolean}{flag.name}", _meaning(flag)) for flag in defined]
     text = f"{(doc or '').strip()}\n\nFlags:\n{_table(rows)}"  # python -OO has no docstrings
     if "config" in flags.FLAGS:
         text += "\n\n" + textwrap.fill(_FIELDS_HELP, _WIDTH)
@@ -283,16 +275,15 @@ def _meaning(flag: flags.Flag) -> str:
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:
     """Formats names and wrapped meanings as two columns."""
-    indent = min(_MAX_INDENT, max(len(name) for name, _ in rows) + 4)
+    width = min(_MAX_INDENT, max(len(name) for name, _ in rows) + 4)
+    indent = " " * width
     lines = []
     for name, meaning in rows:
-        start = f"  {name}".ljust(indent)
+        start = f"  {name}".ljust(width)
         if not start.endswith("  "):
             lines.append(start)
-            start = " " * indent
-        lines += textwrap.wrap(
-            meaning, _WIDTH, initial_indent=start, subsequent_indent=" " * indent
-        )
+            start = indent
+        lines += textwrap.wrap(meaning, _WIDTH, initial_indent=start, subsequent_indent=indent)
     return "\n".join(lines)
 
 
@@ -325,9 +316,8 @@ def _open_configs(argv: list[str]) -> list[str]:
         if match and (match[1] or before in ("--config", "-config")):
             path = os.path.expanduser(match[2])
             if os.path.exists(path) and not os.path.isfile(path):
-                raise usage_error(
-                    "--config", path, "is not a file", "the project's are in configs/"
-                )
+                remedy = "the project's are in configs/"
+                raise usage_error("--config", path, "is not a file", remedy)
             argument = f"{match[1] or ''}{python_file(path)}"
         opened.append(argument)
     return opened

@@ -17,7 +17,7 @@ from prope.spec.data import EMBEDDED, is_generated
 from prope.spec.fields import value_type
 from prope.spec.kinds import SLIDING, repeat_pattern
 from prope.spec.model import ModelSpec
-from prope.spec.run import FIELDS, GROUPS, Spec, check_run, group_of
+from prope.spec.run import FIELDS, GROUPS, Spec, by_group, check_run
 from prope.user_code import is_user_code, load_function
 
 _FUNCTIONS = ("optimizer.schedule",)  # fields that may name a function on which a run depends
@@ -53,8 +53,7 @@ def describe_left(name: str) -> str | None:
     """Says since when there is no field, or group of fields, of this name; None: never was one."""
     for field, left in LEFT.items():
         group, _, key = field.partition(".")
-        has_others = any(group_of(other) == group for other in FIELDS)
-        if name in (field, key) or (name == group and not has_others):
+        if name in (field, key) or (name == group and group not in GROUPS):
             since = f"left on {left.since}; the last commit that has it is {left.commit}"
             return f"{since}; {left.remedy}"
     return None
@@ -67,15 +66,12 @@ def describe_unknown(name: str) -> str:
 
 def default_config() -> ConfigDict:
     """Makes a complete, locked config, with the values of a small model."""
-    config = ConfigDict()
-    for name, field in FIELDS.items():
-        group = group_of(name)
-        if group and group not in config:
-            config[group] = ConfigDict()
-        node = config[group] if group else config
-        is_unset = field.default is None
-        node[field.name] = placeholder(value_type(field)) if is_unset else field.default
-    return config.lock()
+    defaults = {
+        name: placeholder(value_type(field)) if field.default is None else field.default
+        for name, field in FIELDS.items()
+    }
+    groups = by_group(defaults)
+    return ConfigDict(groups.pop("") | groups).lock()
 
 
 def resolve(config: ConfigDict) -> Spec:
@@ -121,9 +117,9 @@ def read_pairs(field: str, path: str) -> str:
     """Returns `config.model.rope_pairs` of a file that prope.choose has written."""
     from prope.runtime.files import parse_json, read_text
 
-    remedy = "give the pairs.json of prope.choose"
+    remedy = "give the pairs.json of prope.choose, or its pairs as text, as in config.json of a run"
     try:
-        content = parse_json(read_text(field, path, remedy))
+        content = parse_json(read_text(field.removeprefix("--"), path, remedy))
         return str(content["rope_pairs"])
     except (ValueError, TypeError, KeyError) as error:
         problem = f"is no file of chosen pairs: {type(error).__name__} {error}"
@@ -132,27 +128,32 @@ def read_pairs(field: str, path: str) -> str:
 
 def _call_for_layers(fields: dict[str, Any]) -> tuple:
     """Calls the function that rope_type names, with (head_dim, layer), for every layer."""
+    from prope.encodings import custom_frequencies
+
     field, name = "config.model.rope_type", fields["model.rope_type"]
     function = load_function(field, name)
     layers = []
     kinds = repeat_pattern(fields["model.layer_types"], fields["model.num_layers"])
     for number, kind in enumerate(kinds):
         wide = None if kind == SLIDING else fields["model.global_head_dim"]
+        head_dim = wide or fields["model.head_dim"]
         try:
-            rows = function.call(wide or fields["model.head_dim"], number)
-            layers.append(rows.tolist() if hasattr(rows, "tolist") else rows)
-        except Exception as error:
+            numbers = function.call(head_dim, number)
+        except (Exception, SystemExit) as error:
             problem = f"layer {number}: {function.describe(error)}"
             raise usage_error(field, name, problem, "mend the function") from error
+        try:
+            layers.append(custom_frequencies(head_dim, numbers).tolist())
+        except ValueError as error:
+            problem = str(error).replace("rope_frequencies", f"layer {number}", 1)
+            raise usage_error(field, name, problem, "mend the function") from None
     return tuple(layers)
 
 
 def _make_spec(fields: dict[str, Any], check_place: Callable[[str, str], Any]) -> Spec:
     fields = {name: _to_tuple(value) for name, value in fields.items()}
     check_run(fields)
-    groups: dict[str, dict[str, Any]] = {"": {}} | {group: {} for group in GROUPS}
-    for name, value in fields.items():
-        groups[group_of(name)][name.split(".")[-1]] = value
+    groups = by_group(fields)
     model = groups.pop("model")
     run = groups.pop("")
     parts = {name: GROUPS[name](**values) for name, values in groups.items()}
@@ -237,8 +238,8 @@ def shrink_for_laptop(config: ConfigDict, size: str) -> ConfigDict:
     if data.dataset not in EMBEDDED and not is_generated(data.dataset):
         choose = "--config.data.dataset and .data_dir choose another"
         log.info("tiny: python_docs replaces %s; %s", data.dataset, choose)
-        data.update({"dataset": "python_docs", "data_dir": "", "mixture": (), "template": ""})
-        data.update({"separator": "", "pattern": "", "loss_on": "all", "store": ""})
+        empty = dict.fromkeys(("data_dir", "template", "separator", "pattern", "store"), "")
+        data.update(empty | {"dataset": "python_docs", "mixture": (), "loss_on": "all"})
     if data.tokenizer != "byte":
         log.info("tiny: the byte tokenizer replaces %s", data.tokenizer)
         data.tokenizer = "byte"

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from prope.rope import frequencies, num_rotated_pairs, rotation_table
 
@@ -89,15 +90,16 @@ def rope_id_frequencies(head_dim: int, length: int) -> np.ndarray:
     return np.pad(freqs, (0, rotated))
 
 
-def custom_frequencies(head_dim: int, numbers: tuple) -> np.ndarray:
+def custom_frequencies(head_dim: int, numbers: ArrayLike) -> np.ndarray:
     """Returns the numbers of one layer, [P], or [K, P] for its key heads."""
     try:
-        freqs = np.array(numbers, np.float64)
-    except (TypeError, ValueError):  # ragged, or no numbers
+        freqs = np.asarray(numbers).astype(np.float64, casting="same_kind")
+    except (TypeError, ValueError):  # ragged, or no real numbers
         freqs = np.empty(0)
     if freqs.ndim not in (1, 2) or freqs.shape[-1] != head_dim // 2:
         problem = f"a layer needs {head_dim // 2} numbers, or as many for each of its key heads"
-        raise ValueError(f"rope_frequencies: {problem}; got {numbers!s:.60}")
+        shown = " ".join(repr(numbers).split())
+        raise ValueError(f"rope_frequencies: {problem}; got {shown:.60}")
     if not ((freqs >= 0) & (freqs < 2 * math.pi)).all():
         problem = "radians per token must be in [0, 2 pi), where 0 does not rotate"
         raise ValueError(f"rope_frequencies: {problem}; got {freqs.min():g} to {freqs.max():g}")
@@ -111,7 +113,7 @@ def least_wavelength(head_dim: int, length: int) -> float:
     """
     distances = np.arange(length)
 
-    def negative_distances(wavelength: float, distances: np.ndarray) -> np.ndarray:
+    def negative_distances(wavelength, distances):
         angles = distances[:, None] * frequencies(head_dim, wavelength)
         return distances[np.cos(angles).sum(axis=1) < 0]
 
@@ -161,14 +163,13 @@ def yarn_frequencies(
     Source: its code and transformers.
     """
 
-    def pair_of_turns(turns: float) -> float:
+    def pair_of_turns(turns):
         wavelengths = math.log(length / (2 * math.pi * turns))
         return head_dim * wavelengths / (2 * math.log(max_wavelength))
 
     first = max(math.floor(pair_of_turns(beta_fast)), 0)
     last = min(math.ceil(pair_of_turns(beta_slow)), head_dim - 1)
-    pairs = np.arange(len(freqs))
-    slowed = np.clip((pairs - first) / (last - first or 1e-3), 0, 1)
+    slowed = np.clip((np.arange(len(freqs)) - first) / (last - first or 1e-3), 0, 1)
     return freqs + (freqs / factor - freqs) * slowed
 
 
@@ -277,8 +278,7 @@ def layer_frequencies(
         wavelength = dynamic_wavelength(lanes, wavelength, *scaled_by, evaluated)
     function, fields = TYPES[model.rope_type]
     of_layer = {"max_wavelength": wavelength, "rope_percentage": p, "rope_frequencies": numbers}
-    values = [of_layer.get(name, getattr(model, name)) for name in fields]
-    freqs = function(head_dim, *values)
+    freqs = function(head_dim, *(of_layer.get(name, getattr(model, name)) for name in fields))
     if scaling == "linear":
         return freqs / model.rope_scaling_factor
     if scaling == "yarn":

@@ -98,9 +98,8 @@ class Stopped(Exception):
 def usage_error(field: str, value, problem: str, remedy: str = "") -> UsageError:
     """Makes the one line about a flag or a config field: "FIELD=VALUE: PROBLEM; REMEDY"."""
     ending = f"; {remedy}" if remedy else ""
-    shown = str(value)
-    if len(shown) > 300:
-        shown = f"{shown[:300]}.."
+    text = str(value)
+    shown = text if len(text) <= 300 else f"{text[:300]}.."
     return UsageError(f"{field}={shown}: {problem}{ending}")
 
 
@@ -126,7 +125,7 @@ def find_full(error: BaseException) -> str | None:
         if getattr(error, "errno", None) == code or os.strerror(code) in str(error):
             return reason
     cause = error.__cause__ or error.__context__
-    return find_full(cause) if cause else None
+    return cause and find_full(cause)
 
 
 def is_disk_full(error: BaseException) -> bool:
@@ -198,10 +197,8 @@ def _file_error(error: Exception) -> RunFailed:
 
 def _is_outage(error: Exception) -> bool:
     """Returns whether storage or a network has failed in a way that may pass."""
-    if isinstance(error, TimeoutError | ConnectionError):
-        return True
     if isinstance(error, OSError):
-        return error.errno in _OUTAGES
+        return isinstance(error, TimeoutError | ConnectionError) or error.errno in _OUTAGES
     return re.match("UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED", str(error)) is not None
 
 

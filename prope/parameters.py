@@ -27,7 +27,7 @@ class Parameter(NamedTuple):
 
     axes: str
     fan_in: str  # axes that its matmul contracts; none: a bias or a scale, which is not drawn
-    hf_names: tuple[str, ...]  # tensors in the files of transformers, one for each matrix of C
+    hf_names: str  # tensors in the files of transformers, one for each matrix of C
     hf_axes: str  # axes of such a tensor; in "NH D", N and H are one axis
     draw: int = 2  # which draw of its module gives the initial values, counted as Flax counts
     # Fields of a `ModelSpec` or a `Layer` that must be true, or with "not" false: all of them.
@@ -41,73 +41,71 @@ class Parameter(NamedTuple):
 
 
 TABLE = {
-    "embedder/input_embedding": Parameter("VD", "D", ("embed_tokens",), "V D", draw=1),
-    "layers/pre_attention_norm/scale": Parameter("D", "", ("input_layernorm",), "D"),
-    "layers/attn/q_einsum/w": Parameter("NDH", "D", ("self_attn.q_proj",), "NH D"),
+    "embedder/input_embedding": Parameter("VD", "D", "embed_tokens", "V D", draw=1),
+    "layers/pre_attention_norm/scale": Parameter("D", "", "input_layernorm", "D"),
+    "layers/attn/q_einsum/w": Parameter("NDH", "D", "self_attn.q_proj", "NH D"),
     "layers/attn/kv_einsum/w": Parameter(
         "CKDH",
         "D",
-        ("self_attn.k_proj", "self_attn.v_proj"),
+        "self_attn.k_proj self_attn.v_proj",
         "KH D",
         exists_where="not shares_kv, not key_is_value",
     ),
     "layers/attn/k_einsum/w": Parameter(
-        "KDH", "D", ("self_attn.k_proj",), "KH D", exists_where="not shares_kv, key_is_value"
+        "KDH", "D", "self_attn.k_proj", "KH D", exists_where="not shares_kv, key_is_value"
     ),
     "layers/attn/q_einsum/b": Parameter(
-        "NH", "", ("self_attn.q_proj",), "NH", exists_where="qkv_bias"
+        "NH", "", "self_attn.q_proj", "NH", exists_where="qkv_bias"
     ),
     "layers/attn/kv_einsum/b": Parameter(
         "CKH",
         "",
-        ("self_attn.k_proj", "self_attn.v_proj"),
+        "self_attn.k_proj self_attn.v_proj",
         "KH",
         exists_where="qkv_bias, not shares_kv, not key_is_value",
     ),
     "layers/attn/k_einsum/b": Parameter(
-        "KH", "", ("self_attn.k_proj",), "KH", exists_where="qkv_bias, not shares_kv, key_is_value"
+        "KH", "", "self_attn.k_proj", "KH", exists_where="qkv_bias, not shares_kv, key_is_value"
     ),
     "layers/attn/query_norm/scale": Parameter(
-        "H", "", ("self_attn.q_norm",), "H", exists_where="use_qk_norm"
+        "H", "", "self_attn.q_norm", "H", exists_where="use_qk_norm"
     ),
     "layers/attn/key_norm/scale": Parameter(
-        "H", "", ("self_attn.k_norm",), "H", exists_where="use_qk_norm, not shares_kv"
+        "H", "", "self_attn.k_norm", "H", exists_where="use_qk_norm, not shares_kv"
     ),
-    "layers/attn/attn_vec_einsum/w": Parameter("NHD", "NH", ("self_attn.o_proj",), "D NH"),
+    "layers/attn/attn_vec_einsum/w": Parameter("NHD", "NH", "self_attn.o_proj", "D NH"),
     "layers/post_attention_norm/scale": Parameter(
-        "D", "", ("post_attention_layernorm",), "D", exists_where="post_norms"
+        "D", "", "post_attention_layernorm", "D", exists_where="post_norms"
     ),
-    "layers/pre_ffw_norm/scale": Parameter("D", "", ("post_attention_layernorm",), "D"),
-    "layers/mlp/gating_einsum": Parameter(
-        "CDF", "D", ("mlp.gate_proj", "mlp.up_proj"), "F D", draw=3
-    ),
-    "layers/mlp/linear": Parameter("FD", "F", ("mlp.down_proj",), "D F", draw=4),
+    "layers/pre_ffw_norm/scale": Parameter("D", "", "post_attention_layernorm", "D"),
+    "layers/mlp/gating_einsum": Parameter("CDF", "D", "mlp.gate_proj mlp.up_proj", "F D", draw=3),
+    "layers/mlp/linear": Parameter("FD", "F", "mlp.down_proj", "D F", draw=4),
     "layers/post_ffw_norm/scale": Parameter(
-        "D", "", ("post_feedforward_layernorm",), "D", exists_where="post_norms"
+        "D", "", "post_feedforward_layernorm", "D", exists_where="post_norms"
     ),
     "layers/per_layer_input_gate/w": Parameter(
-        "DQ", "D", ("per_layer_input_gate",), "Q D", exists_where="has_layer_inputs"
+        "DQ", "D", "per_layer_input_gate", "Q D", exists_where="has_layer_inputs"
     ),
     "layers/per_layer_projection/w": Parameter(
-        "QD", "Q", ("per_layer_projection",), "D Q", exists_where="has_layer_inputs"
+        "QD", "Q", "per_layer_projection", "D Q", exists_where="has_layer_inputs"
     ),
     "layers/post_per_layer_input_norm/scale": Parameter(
-        "D", "", ("post_per_layer_input_norm",), "D", exists_where="has_layer_inputs"
+        "D", "", "post_per_layer_input_norm", "D", exists_where="has_layer_inputs"
     ),
     "layers/skip_scale": Parameter(
-        "O", "", ("layer_scalar",), "O", exists_where="use_skip_scale", initial=1.0
+        "O", "", "layer_scalar", "O", exists_where="use_skip_scale", initial=1.0
     ),
     "embedder/per_layer_embeddings": Parameter(
-        "VMQ", "Q", ("embed_tokens_per_layer",), "V MQ", draw=2, exists_where="has_layer_inputs"
+        "VMQ", "Q", "embed_tokens_per_layer", "V MQ", draw=2, exists_where="has_layer_inputs"
     ),
     "embedder/per_layer_model_projection/w": Parameter(
-        "DMQ", "D", ("per_layer_model_projection",), "MQ D", exists_where="has_layer_inputs"
+        "DMQ", "D", "per_layer_model_projection", "MQ D", exists_where="has_layer_inputs"
     ),
     "embedder/per_layer_projection_norm/scale": Parameter(
-        "Q", "", ("per_layer_projection_norm",), "Q", exists_where="has_layer_inputs"
+        "Q", "", "per_layer_projection_norm", "Q", exists_where="has_layer_inputs"
     ),
-    "final_norm/scale": Parameter("D", "", ("norm",), "D"),
-    "head/w": Parameter("VD", "D", ("lm_head",), "V D", draw=1, exists_where="not tied"),
+    "final_norm/scale": Parameter("D", "", "norm", "D"),
+    "head/w": Parameter("VD", "D", "lm_head", "V D", draw=1, exists_where="not tied"),
 }
 
 
@@ -123,7 +121,7 @@ def parameters(model: ModelSpec) -> dict[str, Parameter]:
         for stack, numbers in model.stacks.items():
             layer = model.layers[numbers[0]]
             if _exists(row, switches | vars(layer)):
-                rows[_in_stack(path, stack)] = row
+                rows[path.replace("layers/", f"layers/{stack}/", 1) if stack else path] = row
     return rows
 
 
@@ -132,11 +130,6 @@ def _exists(row: Parameter, values: dict[str, Any]) -> bool:
     return all(
         bool(values[field.removeprefix("not ")]) != field.startswith("not ") for field in conditions
     )
-
-
-def _in_stack(path: str, stack: str) -> str:
-    """Returns the path of a row's parameter in a stack of layers."""
-    return path.replace("layers/", f"layers/{stack}/", 1) if stack else path
 
 
 def stack_of(path: str) -> str | None:
@@ -187,7 +180,7 @@ def stacked_shape(model: ModelSpec, path: str) -> tuple[int, ...]:
 def shapes(model: ModelSpec) -> dict[str, Any]:
     """Returns the tree of all parameters as `jax.ShapeDtypeStruct`."""
 
-    def shape(path: str) -> jax.ShapeDtypeStruct:
+    def shape(path):
         return jax.ShapeDtypeStruct(stacked_shape(model, path), jnp.float32)
 
     return nest({path: shape(path) for path in parameters(model)})
@@ -226,7 +219,7 @@ def find(keys: Sequence) -> tuple[Parameter, str] | None:
 
 def nest(leaves: dict[str, Any]) -> dict[str, Any]:
     """Makes nested dicts of values by path."""
-    tree: dict[str, Any] = {}
+    tree = {}
     for path, leaf in leaves.items():
         *folders, name = path.split("/")
         node = tree

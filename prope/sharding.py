@@ -17,6 +17,7 @@ attention work on rows; attention all-gathers the keys and values of a sequence.
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -107,10 +108,7 @@ def use(mesh: Mesh) -> contextlib.AbstractContextManager:
 
 def num_shards(letter: str) -> int:
     """Counts the shards of an axis in use, on the mesh of the surrounding `use`; 1 outside."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return 1
-    return _size(mesh, _MESH_AXES.get(letter, ()))
+    return _size(jax.sharding.get_abstract_mesh(), _MESH_AXES.get(letter, ()))
 
 
 def constrain(x: jax.Array, axes: str) -> jax.Array:
@@ -159,18 +157,15 @@ def shard_mapped(function: Callable, axes: Sequence[str], results: Sequence[str]
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.size <= 1:
             return function(*arrays)
-        sizes = {}
-        for letters, x in zip(axes, arrays, strict=True):
-            sizes |= zip(letters, x.shape, strict=True)
+        shape = itertools.chain.from_iterable(x.shape for x in arrays)
+        sizes = dict(zip("".join(axes), shape, strict=True))
 
-        def spec(letters):
-            rule = _spec if "B" in letters else _param_spec
+        def spec(rule, letters):
             return rule(mesh, letters, [sizes[letter] for letter in letters])
 
-        in_specs = tuple(
-            _spec(mesh, letters, x.shape) for letters, x in zip(axes, arrays, strict=True)
-        )
-        out_specs = tuple(map(spec, results)) or in_specs[0]
+        in_specs = tuple(spec(_spec, letters) for letters in axes)
+        rules = [_spec if "B" in letters else _param_spec for letters in results]
+        out_specs = tuple(map(spec, rules, results)) or in_specs[0]
         mapped = jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return mapped(*arrays)
 
@@ -241,11 +236,9 @@ def _local_rows(mesh: Mesh, batch_size: int) -> list[tuple[int, int]]:
     num_rows = batch_size * C
     per_device = -(-num_rows // _size(mesh, _MESH_AXES["B"]))
     indices = batch_sharding(mesh).addressable_devices_indices_map((num_rows,))
-    rows = set()
-    for (device_rows,) in indices.values():
-        rows |= set(range(*device_rows.indices(num_rows)))
+    rows = {row for (part,) in indices.values() for row in range(num_rows)[part]}
 
-    def place(row: int) -> tuple[int, int]:
+    def place(row):
         device, offset = divmod(row, per_device)
         group, rank = divmod(device, C)
         return group * per_device + offset, rank
@@ -286,10 +279,7 @@ def rank_positions(C: int, T: int) -> np.ndarray:
 
 def context_size() -> int:
     """Returns C, over how many devices a sequence is split; 1 outside `use`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return 1
-    return mesh.shape["context"]
+    return _size(jax.sharding.get_abstract_mesh(), ["context"])
 
 
 def context_rank() -> jax.Array | int:
@@ -328,8 +318,7 @@ def all_gather_sequence(rows: jax.Array) -> jax.Array:
     if context_size() == 1:
         return rows
     with jax.named_scope("all_gather_sequence"):
-        gathered = jax.lax.all_gather(rows, "context", tiled=True)
-        return _join_rows(gathered, len(rows))
+        return _join_rows(jax.lax.all_gather(rows, "context", tiled=True), len(rows))
 
 
 def split_heads(rows: jax.Array) -> jax.Array:
@@ -374,13 +363,12 @@ def state_shardings(state, mesh: Mesh):
     """
 
     def rule(keys, leaf):
-        parameter = parameters.find(keys)
-        if parameter is None or leaf.size < _MIN_SHARD_SIZE:
-            return NamedSharding(mesh, PartitionSpec())
-        _, axes = parameter
-        if len(axes) != leaf.ndim:  # a sum over some axes, of Adafactor
-            return NamedSharding(mesh, PartitionSpec())
-        return NamedSharding(mesh, _param_spec(mesh, axes, leaf.shape))
+        _, axes = parameters.find(keys) or (None, "")
+        spec = PartitionSpec()
+        # With other axes it is a sum over some, of Adafactor.
+        if leaf.size >= _MIN_SHARD_SIZE and len(axes) == leaf.ndim:
+            spec = _param_spec(mesh, axes, leaf.shape)
+        return NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(rule, state)
 
@@ -409,17 +397,14 @@ def _spec(mesh, axes: str, shape: Sequence[int]) -> PartitionSpec:
 
     def shard(letter, size):
         mesh_axes = _MESH_AXES.get(letter, ())
-        if not mesh_axes or size % _size(mesh, mesh_axes):
-            return None
-        if len(mesh_axes) == 1:
-            return mesh_axes[0]
-        return mesh_axes
+        divides = size % _size(mesh, mesh_axes) == 0
+        return mesh_axes if mesh_axes and divides else None
 
     return PartitionSpec(*map(shard, axes, shape))
 
 
 def _size(mesh, axes: Sequence[str]) -> int:
-    return math.prod(mesh.shape[axis] for axis in axes)
+    return math.prod(mesh.shape.get(axis, 1) for axis in axes)
 
 
 def hash_batch(batch: dict[str, jax.Array]) -> jax.Array:

@@ -78,7 +78,7 @@ from prope.workdir.metrics import MetricWriter
 from prope.workdir.reader import CheckpointReader
 from prope.workdir.records import UNCONVERTED
 from prope.workdir.run import Run, check_disk, check_same, open_workdir, write_config
-from prope.workdir.source import open_source, read_params, record_source, spec_before
+from prope.workdir.source import open_source, record_source, spec_before
 
 _MEMORY_ADVICE = (
     "lower config.batch_size or config.data.seq_len, raise config.accumulation, or set "
@@ -290,7 +290,7 @@ def start_or_resume(
         return resume(spec, checkpoints, prepared, windows)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, prepared.state)
     if source is not None:
-        params = read_params(source, prepared.state[0])
+        _, params = source.restore_newest_valid(lambda run: run.params(prepared.state[0]))
         init = jax.jit(prepared.optimizer.init, out_shardings=shardings[1])
         return State(0, params, init(params), hash_arrays(params))
     init = functools.partial(init_state, spec, prepared.optimizer)

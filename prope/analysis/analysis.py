@@ -11,15 +11,13 @@ from etils import epath
 from prope.analysis import census, channels, measures
 from prope.analysis.choices import Tokens, choose_tokens, parse_layers, parse_places
 from prope.analysis.sequences import read_sequences
-from prope.analysis.walk import Walk
+from prope.analysis.walk import Walk, mean_over_sequences
 from prope.errors import log, usage_error
 from prope.inference.opening import check_folder, results_folder
 from prope.inference.statistics import average_seeds
-from prope.model import Captured
 from prope.pages import analysis as page
 from prope.runtime import processes
 from prope.runtime.files import write_atomic
-from prope.spec.layers import Layer
 from prope.workdir.checkpoints import list_steps
 from prope.workdir.run import Run, find_runs, open_run
 
@@ -84,7 +82,7 @@ def analyse(workdir: epath.Path, options, folder: epath.Path | None = None) -> d
     B, T = sequences.shape
     tokens = choose_tokens(options, np.array(names))
 
-    def measure(run: Run) -> dict:
+    def measure(run):
         begins = "%s, step %d: %d sequences of %d tokens of %s, in float32"
         log.info(begins, workdir, run.step, B, T, text["source"])
         return _measure(Walk(run, sequences), options, layers, heads, places, tokens)
@@ -106,17 +104,13 @@ def analyse(workdir: epath.Path, options, folder: epath.Path | None = None) -> d
         "seconds": time.monotonic() - start,
         "device": jax.devices()[0].device_kind,
     }
-    result = json.loads(json.dumps(result), parse_float=_round)
+    # Six digits are what float32 has.
+    rounded = json.loads(json.dumps(result), parse_float=lambda x: float(f"{float(x):.6g}"))
     if processes.is_first():
         output = (folder or workdir / "analysis") / "analysis.json"
         output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(output, json.dumps(result))
-    return result
-
-
-def _round(number: str) -> float:
-    """Rounds to six digits, which is what float32 has."""
-    return float(f"{float(number):.6g}")
+        write_atomic(output, json.dumps(rounded))
+    return rounded
 
 
 def _describe_run(run: Run, T: int) -> dict:
@@ -158,8 +152,7 @@ def _describe_run(run: Run, T: int) -> dict:
 
 def _measure(walk: Walk, options, layers, heads, places, tokens: Tokens) -> dict:
     """Measures the layers; describes the heads and the channels, or the strongest ones."""
-    count = options.channels
-    measured = measure_layers(walk, layers, count, tokens.positions(), tokens.after)
+    measured = measure_layers(walk, layers, options.channels, tokens.positions(), tokens.after)
     views = measured.pop("views")
     reasons = dict.fromkeys(heads, "asked for")
     if not heads:
@@ -196,7 +189,7 @@ def measure_layers(
     after_batches = walk.batches(after)
     result = {"layers": [], "heads": [], "views": {}, "channels": [], "loss": None}
 
-    def on_layer(scoring: measures.Scoring, batch: int, captured: Captured) -> tuple:
+    def on_layer(scoring, batch, captured):
         values = walk.run(measures.measure, captured, after_batches[batch], scoring)
         view = walk.run(measures.view, captured, np.array(positions), scoring)
         return jax.device_get((values, view))
@@ -211,8 +204,15 @@ def measure_layers(
         scoring = walk.scoring[number]
         x, batches = walk.layer(number, x, on_layer=functools.partial(on_layer, scoring))
         values, views = zip(*batches, strict=True)
-        mean = _mean_over_sequences(values, B)
-        result["layers"].append(_describe_layer(layer, mean))
+        mean = mean_over_sequences(values, B)
+        described = {
+            "layer": number,
+            "sliding_window": layer.window,
+            "rotated_pairs": layer.num_rotated,
+        }
+        norms = ("query_norms", "key_norms", "value_norms")
+        described |= {name: getattr(mean, name).tolist() for name in norms}
+        result["layers"].append(described)
         result["heads"] += census.score_heads(layer, mean, scoring, after)
         result["views"][number] = views[0]
         result["channels"] += channels.strongest_channels(layer, mean, scoring, T, count)
@@ -222,26 +222,11 @@ def measure_layers(
     return result
 
 
-def _mean_over_sequences(batches: tuple[measures.Measures, ...], B: int) -> measures.Measures:
-    """Averages fields [b, ...] of batches, of which the last one may be filled up, over B."""
-    return jax.tree.map(lambda *parts: np.concatenate(parts)[:B].mean(axis=0), *batches)
-
-
-def _describe_layer(layer: Layer, mean: measures.Measures) -> dict:
-    norms = ("query_norms", "key_norms", "value_norms")
-    return {
-        "layer": layer.number,
-        "sliding_window": layer.window,
-        "rotated_pairs": layer.num_rotated,
-        **{name: getattr(mean, name).tolist() for name in norms},
-    }
-
-
 def _ablate_strongest(walk: Walk, losses: np.ndarray, count: int, result: dict) -> None:
     """Leaves the strongest channels of all layers, with the loss without each."""
     loss, stderr, *_ = average_seeds(losses.tolist())
     result["loss"] = {"loss": loss, "stderr": stderr}
-    by_strength = sorted(result["channels"], key=lambda channel: -channel["strength"])
-    result["channels"] = by_strength[:count]
+    result["channels"].sort(key=lambda channel: -channel["strength"])
+    del result["channels"][count:]
     log.info("loss %.4f; now without each of %d channels", loss, len(result["channels"]))
     channels.ablate(walk, result["channels"], losses)

@@ -54,8 +54,7 @@ def score_heads(
     for head in range(len(strength)):
         record = {"layer": layer.number, "head": head}
         for name in SCORES:
-            values = getattr(measures, name)
-            record[name] = float(values[head])
+            record[name] = float(getattr(measures, name)[head])
         record["high_frequency_share"] = float(fast_share[head])
         record["head_of"] = head_of[head]
         record["positional"] = max(record["diagonal"], record["previous_token"])
@@ -86,8 +85,7 @@ def rank_correlation(run: dict, draws: int = 9999) -> dict | None:
     from scipy import stats
 
     names = ("high_frequency_share", "positional")
-    values = [[head[name] for head in run["heads"]] for name in names]
-    ranks = stats.rankdata(values, axis=1)
+    ranks = stats.rankdata([[head[name] for head in run["heads"]] for name in names], axis=1)
     count = len(run["heads"])
     is_constant = ranks.std(axis=1) == 0
     if count < 3 or is_constant.any():
@@ -184,7 +182,7 @@ def bounds_table(
     logits = view.logits[head].astype(np.float64)
     rows = np.searchsorted(view.positions, table)
 
-    def previous(values: np.ndarray) -> list[float | None]:
+    def previous(values):
         # The view has the token before, so it is in the column before.
         column = values[rows, rows - 1].tolist()
         if table[0] == 0:

@@ -126,13 +126,12 @@ def show_channels(walk: Walk, chosen: list[tuple[int, ...]], window: list[int]) 
     for layer in range(max(layer for layer, *_ in chosen) + 1):
         places = [place for place in chosen if place[0] == layer]
 
-        def on_layer(_: int, captured: Captured, places=places) -> list[jax.Array]:
+        def on_layer(_, captured, places=places):
             return [walk.run(_lanes, captured, *place[1:]) for place in places]
 
         x, batches = walk.layer(layer, x, on_layer=on_layer)
         for index, place in enumerate(places):
-            parts = [batch[index] for batch in batches]
-            lanes = np.concatenate(parts, axis=1)
+            lanes = np.concatenate([batch[index] for batch in batches], axis=1)
             lanes = lanes[:, : len(walk.tokens)]
             records[place] = _describe_channel(walk, place, lanes, window)
     return [records[place] for place in chosen]
@@ -189,8 +188,7 @@ def _added_by_distance(query: np.ndarray, key: np.ndarray) -> tuple[np.ndarray, 
 
     on_first = query.conj() * key[:, :1]
     pairs = zip(query, key[:, 1:], strict=True)
-    correlations = [correlate(queries, keys) for queries, keys in pairs]
-    products = np.mean(correlations, axis=0)
+    products = np.mean([correlate(queries, keys) for queries, keys in pairs], axis=0)
     count = query.shape[1]
     counts = np.arange(count, 0, -1)  # at distances 0, 1 ..
     return on_first.real.mean(axis=0), products.real[count - 1 :] / counts
@@ -206,11 +204,8 @@ def _lanes(captured: Captured, head: jax.Array, pair: jax.Array) -> jax.Array:
     """Takes a pair of a query head and its key head, of all arrays: [5, B, T, 2]."""
     N, H = captured.query.shape[2:]
     lanes = jnp.stack([pair, pair + H // 2])
-    arrays = []
-    for x in captured:
-        x_head = head * x.shape[2] // N
-        arrays.append(x[:, :, x_head][..., lanes])
-    return constrain(jnp.stack(arrays), "TTTT")  # whole in all processes
+    heads = [x[:, :, head * x.shape[2] // N] for x in captured]
+    return constrain(jnp.stack(heads)[..., lanes], "TTTT")  # whole in all processes
 
 
 def stopped(head, pair, query, key, value, table):

@@ -84,6 +84,5 @@ def _read_documents(run: Run, spec: Spec, count: int, split: str | None) -> tupl
         raise usage_error("config.data.dataset", data.dataset, problem, "give a --text=FILE")
     tokens = np.stack([document for document in documents if len(document) == longest])
     if len(tokens) < count or longest < data.seq_len:
-        message = "found %d documents of %d tokens in split %s"
-        log.info(message, len(tokens), longest, windows.split)
+        log.info("found %d documents of %d tokens in split %s", len(tokens), longest, windows.split)
     return tokens, windows.split

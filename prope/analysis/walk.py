@@ -10,7 +10,7 @@ Axes: B sequences, T length, D embed_dim, L layers, P pairs.
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -69,9 +69,7 @@ class Walk:
         self._losses = jax.jit(functools.partial(_losses, spec))
         self._checkpoint = run.checkpoint
         self._params = functools.cache(self._read_params)
-        leaves = jax.tree.leaves(run.checkpoint.shapes)
-        num_params = sum(leaf.size for leaf in leaves)
-        self._keeps = 4 * num_params < _KEPT
+        self._keeps = 4 * parameters.count(spec) < _KEPT
 
     def run(self, function: Callable, *arguments):
         """Calls a jitted function sharded over all devices, with matmuls in float32."""
@@ -109,8 +107,9 @@ class Walk:
         `rotate_fn` is that of `model.run_layer`. `on_layer` is called with the number of every
         batch and the arrays of its attention.
         """
-        params = self._layer_params(number)
         layer = self.layers[number]
+        path = ("layers", layer.stack) if layer.stack else ("layers",)
+        params = self._params(path, layer.row)
         arrays = {name: rows[number] for name, rows in self._tables.per_layer.items()}
         table = np.asarray(self._tables.choose(layer, arrays))
         after = []
@@ -137,10 +136,8 @@ class Walk:
         for number in range(first, self.spec.num_layers):
             stream, _ = self.layer(number, stream)
         norm = self._params(("final_norm",))
-        tied = self.spec.tied
-        table = self._params(("embedder", "input_embedding") if tied else ("head", "w"))
-        next_tokens = np.roll(self.tokens, -1, axis=1)
-        targets = self.batches(next_tokens)
+        table = self._params(("embedder", "input_embedding") if self.spec.tied else ("head", "w"))
+        targets = self.batches(np.roll(self.tokens, -1, axis=1))
         means = []
         for rows, ids in zip(stream, targets, strict=True):
             x = self._global({"x": rows["x"]})["x"]
@@ -164,11 +161,6 @@ class Walk:
         value = sharding.constrain(captured.value, "BTSH")
         return sharding.constrain(x, "BTD"), captured._replace(key=key, value=value)
 
-    def _layer_params(self, number: int) -> model.Params:
-        layer = self.layers[number]
-        path = ("layers", layer.stack) if layer.stack else ("layers",)
-        return self._params(path, layer.row)
-
     def _read_params(self, path: tuple[str, ...], layer: int | None = None) -> model.Params:
         """Reads parameters onto the devices; of a large model they replace those before."""
         if not self._keeps:
@@ -186,10 +178,14 @@ class Walk:
         return sharding.global_batch(self._mesh, rows, self._batch_size)
 
 
+def mean_over_sequences(batches: Sequence, B: int):
+    """Averages trees of arrays [b, ...] of batches, of which the last is filled up, over B."""
+    return jax.tree.map(lambda *parts: np.concatenate(parts)[:B].mean(axis=0), *batches)
+
+
 def _losses(spec, norm, table, x, targets):
     """Computes the loss of every token, whole in all processes: [B, T]."""
-    hidden = model.final_norm(spec, norm, x)
-    losses = token_losses(hidden, table, targets, spec.final_softcap)
+    losses = token_losses(model.final_norm(spec, norm, x), table, targets, spec.final_softcap)
     return sharding.constrain(losses, "TT")
 
 

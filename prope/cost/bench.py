@@ -37,8 +37,7 @@ def medians(programs: dict, rounds: int, *arguments) -> dict:
         for name, program in programs.items():
             start = time.perf_counter()
             jax.block_until_ready(program(*arguments))
-            elapsed = time.perf_counter() - start
-            seconds[name].append(elapsed)
+            seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(times[2:]) for name, times in seconds.items()}
 
 
@@ -70,8 +69,7 @@ def bench_rope(shape: Shape, dtype: str, p: float) -> dict:
     `output_and_gradient` writes the rotated array and the gradient.
     """
     B, T, _, H = shape
-    inputs = jax.random.normal(jax.random.key(0), shape, dtype)
-    cotangent = jax.random.normal(jax.random.key(1), shape, dtype)
+    inputs, cotangent = (jax.random.normal(jax.random.key(seed), shape, dtype) for seed in (0, 1))
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     programs = {"copy": jax.jit(lambda x: x + 1)}
     for name, function in (("prope", apply_p_rope), ("paper", paper_listing)):
@@ -86,12 +84,10 @@ def bench_rope(shape: Shape, dtype: str, p: float) -> dict:
         "dtype": dtype,
         "rope_percentage": p,
         "copy_seconds": copy,
-        "prope": {},
-        "paper": {},
     }
     for (name, kind), value in seconds.items():
         copies = value / copy
-        result[name][kind] = round(copies, 2)
+        result.setdefault(name, {})[kind] = round(copies, 2)
         log.info("%s %s: %.2f x a copy", name, kind, copies)
     return result
 
@@ -174,11 +170,7 @@ def bench_step(spec: Spec, steps: int) -> dict:
         step = compile_step(spec, optimizer, mesh, shapes)
     compile_seconds = time.perf_counter() - start
     # A CPU's clock is too coarse for one matmul: together the repeats take about a second.
-    size = 8192
-    repeats = 64
-    if first.platform == "cpu":
-        size = 2048
-        repeats = 8
+    size, repeats = (2048, 8) if first.platform == "cpu" else (8192, 64)
     square = jax.random.normal(jax.random.key(0), (size, size), spec.model.dtype)
     programs = {"step": _repeat_step(step, prepared), "matmul": repeat_matmul(square, repeats)}
     seconds = medians(programs, steps)
@@ -216,8 +208,7 @@ def _repeat_step(step: jax.stages.Compiled, prepared: Prepared) -> Callable[[], 
     """Builds a program that takes the next step on one batch; its metrics are ready when all is."""
     spec, mesh, optimizer, shapes = prepared
     shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
-    init = functools.partial(init_state, spec, optimizer)
-    state = jax.jit(init, out_shardings=shardings)()
+    state = jax.jit(functools.partial(init_state, spec, optimizer), out_shardings=shardings)()
     batch = random_batch(spec, mesh)
 
     def program():

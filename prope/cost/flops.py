@@ -1,12 +1,10 @@
 """Has the peaks of chips, the FLOPs of a model by closed formulas, and the roofline."""
 
-import math
 import pathlib
 import tomllib
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from prope import parameters
@@ -51,24 +49,15 @@ def roofline_seconds(
       traffic: of one chip, from `prope.cost.traffic.collectives`.
       chip: from `CHIPS`.
     """
-    within = 0
-    between = 0
-    for kind, counts in traffic.items():
-        if kind.endswith("between slices"):
-            between += counts["bytes"]
-        else:
-            within += counts["bytes"]
+    sizes = {kind: counts["bytes"] for kind, counts in traffic.items()}
+    between = sum(size for kind, size in sizes.items() if kind.endswith("between slices"))
+    within = sum(sizes.values()) - between
     return {
         "compute": flops / chip.flops,
         "memory": hbm / chip.hbm_bandwidth,
         "communication": within / chip.ici_bandwidth,
         "between_slices": chip.dcn_bandwidth and between / chip.dcn_bandwidth,
     }
-
-
-def num_parameters(params) -> int:
-    """Counts the scalars in a tree of arrays or shapes."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
 def model_flops_per_token(model: ModelSpec, seq_len: int) -> float:

@@ -69,12 +69,16 @@ def plan(spec: Spec, topology: str, devices: list, flags: dict) -> dict:
             raise
         result |= _does_not_fit(str(error))
         compiled = None
-    compile_seconds = round(time.perf_counter() - start, 1)
+    seconds = round(time.perf_counter() - start, 1)
     if compiled:
         result |= _memory_of_chip(compiled, state, result["hbm_bytes_per_chip"])
-        result |= _traffic_of_chip(compiled, len(devices) // slices if is_gpu else None)
+        module = hlo.parse(compiled.as_text())
+        chips_per_node = len(devices) // slices if is_gpu else None
+        result["collectives"] = traffic.collectives(module, chips_per_node)
+        result["kernels"] = traffic.kernels(module)
+        result["hbm_traffic_bytes"] = traffic.hbm_bytes(module)
         result |= _ideal_speed(result, step_flops, chip)
-    return result | {"compile_seconds": compile_seconds}
+    return result | {"compile_seconds": seconds}
 
 
 def _does_not_fit(message: str) -> dict:
@@ -87,10 +91,7 @@ def _does_not_fit(message: str) -> dict:
     log.info("does not fit: %s", message.splitlines()[0])
     # Another one says "temporaries (49.06G) exceeds".
     match = re.search(r"(?:Used |temporaries \()([\d.]+)([KMG])(?: of|\) exceed)", message)
-    size = None
-    if match:
-        number, unit = match.groups()
-        size = round(float(number) * 2 ** {"K": 10, "M": 20, "G": 30}[unit])
+    size = match and round(float(match[1]) * 2 ** {"K": 10, "M": 20, "G": 30}[match[2]])
     return {"fits": False, "peak_bytes_per_chip": size} | dict.fromkeys(_COMPILED)
 
 
@@ -113,21 +114,11 @@ def _memory_of_chip(compiled: jax.stages.Compiled, state: tuple, limit: int) -> 
     }
 
 
-def _traffic_of_chip(compiled: jax.stages.Compiled, chips_per_node: int | None) -> dict:
-    """Returns what a chip exchanges with others, and with its memory."""
-    module = hlo.parse(compiled.as_text())
-    return {
-        "collectives": traffic.collectives(module, chips_per_node),
-        "kernels": traffic.kernels(module),
-        "hbm_traffic_bytes": traffic.hbm_bytes(module),
-    }
-
-
 def _bytes_per_chip(shapes) -> int:
-    size = 0
-    for leaf in jax.tree.leaves(shapes):
-        size += leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
-    return size
+    return sum(
+        leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+        for leaf in jax.tree.leaves(shapes)
+    )
 
 
 def _ideal_speed(result: dict, step_flops: float, chip: flops.Chip) -> dict:
@@ -157,7 +148,7 @@ def search(spec: Spec, topology: str, devices: list, flags: dict) -> dict:
     """
     groups = len(devices) // (spec.mesh.tensor * spec.mesh.context)
 
-    def attempt(gather: str, remat: str, rows: int) -> dict:
+    def attempt(gather, remat, rows):
         fields = {"mesh.gather": gather, "model.remat": remat}
         fields |= {"batch_size": rows * groups, "accumulation": 1}
         result = plan(spec.replace(fields), topology, devices, flags)

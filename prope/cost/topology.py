@@ -74,14 +74,13 @@ def _find_gpus(name: str, sizes: list[str], slices: int) -> list:
             "pip install -e '.[plan-gpu]' (4 GB); it needs no GPU"
         )
     chip = flops.CHIPS[name]
-    device_info = {
-        **_FOR_ALL_GPUS,
-        **GPUS[name],
-        "memory_bandwidth": int(chip.hbm_bandwidth),
-        "device_memory_size": int(chip.hbm_bytes),
-    }
     target = {
-        "gpu_device_info": device_info,
+        "gpu_device_info": {
+            **_FOR_ALL_GPUS,
+            **GPUS[name],
+            "memory_bandwidth": int(chip.hbm_bandwidth),
+            "device_memory_size": int(chip.hbm_bytes),
+        },
         "platform_name": '"CUDA"',
         **_LIBRARIES,
         "device_description_str": f'"{chip.device_kinds[0]}"',
@@ -105,10 +104,10 @@ def as_if_attached(devices: list) -> Iterator[None]:
         return
     canonicalize = xla_bridge.canonicalize_platform
 
-    def canonicalize_platform(platform: str) -> str:
+    def canonicalize_platform(platform):
         return "cuda" if platform == "gpu" else canonicalize(platform)
 
-    def check_compute_capability(least: str) -> bool:
+    def check_compute_capability(least):
         return float(capability) >= float(least)
 
     with (

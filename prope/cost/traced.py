@@ -46,8 +46,7 @@ def count_flops(closed: ClosedJaxpr) -> float:
     # Remat repeats whole layers, of which the compiler drops what no result needs.
     results = [True] * len(closed.out_avals)
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, results, instantiate=True)
-    constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    return _count(jaxpr, [], constants)
+    return _count(jaxpr, [], dict(zip(jaxpr.constvars, closed.consts, strict=True)))
 
 
 def _count(jaxpr: Jaxpr, operands: list, constants: dict) -> float:

@@ -4,6 +4,7 @@ They are what one chip does in one step. Functions take a module from `prope.cos
 raise ValueError, which names the loop, for one whose length the module does not give.
 """
 
+import functools
 import math
 import re
 from collections import Counter
@@ -65,10 +66,7 @@ def collectives(
     chips. With `chips_per_node`, of GPUs, nodes are the slices: a collective over several counts
     the bytes that pass the network card of one chip.
     """
-
-    def count(computation: Computation) -> Counter:
-        return _collectives_in(computation, chips_per_node)
-
+    count = functools.partial(_collectives_in, chips_per_node=chips_per_node)
     counts = sum_over_runs(module, count)
     kinds = sorted({kind for kind, _ in counts})
     return {kind: {key: counts[kind, key] for key in ("count", "bytes", "async")} for kind in kinds}
@@ -82,8 +80,7 @@ def _collectives_in(computation: Computation, chips_per_node: int | None) -> Cou
         elif x.opcode == "async-start" and _SYNC not in x.attributes:
             # What it wraps is counted where it stands.
             wrapped = _collectives_in(x.called("calls"), chips_per_node)
-            started = {kind: n for (kind, key), n in wrapped.items() if key == "count"}
-            counts.update({(kind, "async"): n for kind, n in started.items()})
+            counts.update({(kind, "async"): wrapped[kind, "count"] for kind, _ in wrapped})
         elif x.opcode == "recv":
             counts.update(_received_from_slices(x))
         elif x.kind in _COLLECTIVES:
@@ -120,10 +117,8 @@ def _received_from_slices(x: Instruction) -> dict:
     if match is None:
         return {}
     targets, transfer = match.groups()
-    slices = 0
-    for target in targets.split(","):
-        first, *last = map(int, target.split(":"))
-        slices += (last[0] if last else first) - first + 1
+    ranges = [[int(number) for number in target.split(":")] for target in targets.split(",")]
+    slices = sum(ends[-1] - ends[0] + 1 for ends in ranges)
     size = x.arrays[0].bytes
     if transfer == "ALL_REDUCE":
         size = 2 * size * (slices - 1) // slices
@@ -164,10 +159,12 @@ def _integers(text: str) -> list[int]:
 def kernels(module: Computation) -> dict[str, int]:
     """Counts how often each library or custom kernel runs, {"__cudnn$fmhaSoftmax": 18, ..}."""
 
-    def count(computation: Computation) -> Counter:
-        instructions = computation.instructions.values()
-        calls = [x for x in instructions if x.opcode == "custom-call" and not _is_free(x)]
-        return Counter(re.search(r'custom_call_target="([^"]*)"', x.attributes)[1] for x in calls)
+    def count(computation):
+        return Counter(
+            re.search(r'custom_call_target="([^"]*)"', x.attributes)[1]
+            for x in computation.instructions.values()
+            if x.opcode == "custom-call" and not _is_free(x)
+        )
 
     return dict(sorted(sum_over_runs(module, count).items()))
 
@@ -231,9 +228,8 @@ def _bytes_written(x: Instruction) -> int:
 
 def _is_free(x: Instruction) -> bool:
     """Returns whether an instruction moves no data by itself."""
-    if x.opcode == "custom-call" and re.search(_FREE_CALLS, x.attributes):
-        return True
-    return x.kind in _FREE
+    is_free_call = x.opcode == "custom-call" and re.search(_FREE_CALLS, x.attributes)
+    return bool(is_free_call) or x.kind in _FREE
 
 
 def _is_chained(x: Instruction) -> bool:

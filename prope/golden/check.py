@@ -168,7 +168,7 @@ def _fit(label: str, array: np.ndarray, case: dict, kind: str) -> np.ndarray:
 def predict(case: dict, mistake: dict, error: float = 0.0) -> dict[str, np.ndarray]:
     """Computes a case's arrays with a mistake, and frequencies off by a relative `error`."""
 
-    def step(name: str, value):
+    def step(name, value):
         return mistake.get(name, np.asarray)(value)
 
     d = case["head_dim"]

@@ -118,8 +118,7 @@ def open_arrays(source: epath.Path, model: ModelSpec) -> tuple[dict[str, Stored]
     leaves = _arrange(leaves, expected)
     remedy = "give --config the model that was saved, in float32, bfloat16 or float16"
     found = {name: (leaf.shape, leaf.dtype.name) for name, leaf in leaves.items()}
-    shapes = {tensor.name: tensor.shape for tensor in expected}
-    check_found(source, found, shapes, _DTYPES, remedy)
+    check_found(source, found, {tensor.name: tensor.shape for tensor in expected}, _DTYPES, remedy)
     expected.sort(key=lambda tensor: leaves[tensor.name].keys)  # an array's layers together
     return {name: Stored(folder, name, leaf) for name, leaf in leaves.items()}, expected
 

@@ -18,7 +18,7 @@ from prope.hf.tensors import write_tensors
 from prope.hf.tokenizers import special_fields, write_tokenizer
 from prope.runtime.files import as_path, check_new, is_url, new_directory
 from prope.spec.data import DataSpec
-from prope.workdir.run import Run, open_run
+from prope.workdir.run import open_run
 
 
 def export(workdir: str, output: str, step: int | None = None, dtype: str = "float32") -> dict:
@@ -47,7 +47,7 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
         log.warning("%s: %s; load it by PreTrainedTokenizerFast", output, problem)
     tensors = list_tensors(spec.model, family)
 
-    def write(run: Run) -> None:
+    def write(run):
         encoding = spec.model.describe_rotation()
         log.info("exporting step %d of %s in %s; %s", run.step, workdir, dtype, encoding)
         # The last array is kept: neighbours such as gate_proj and up_proj are cut from one.

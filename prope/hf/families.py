@@ -56,7 +56,7 @@ def positive(value) -> float:
 def at_least(least: int) -> Rule:
     """Makes the rule of an integer from `least` on."""
 
-    def integer(value) -> int:
+    def integer(value):
         if type(value) is not int or value < least:
             raise ValueError(f"must be an integer of at least {least}")
         return value
@@ -145,7 +145,7 @@ class Family(NamedTuple):
     needs_window: bool = False  # even where no layer slides
     needs_divisor: bool = False  # num_attention_heads has to divide hidden_size
     adds_one: bool = False  # norms multiply by 1 + w, as prope's do; otherwise by w
-    names: Mapping[str, tuple[str, ...]] = _NONE  # by parameter: other tensors
+    names: Mapping[str, str] = _NONE  # by parameter: other tensors
 
     @property
     def rotates_by_kind(self) -> bool:
@@ -163,8 +163,7 @@ def _has_window(values: dict) -> bool:
 
 
 def _slides_in_qwen(values: dict, number: int) -> bool:
-    first = read_value(values, "max_window_layers", at_least(0))
-    return _has_window(values) and number >= first
+    return _has_window(values) and number >= read_value(values, "max_window_layers", at_least(0))
 
 
 _LLAMA = {
@@ -240,7 +239,7 @@ _ROW_GEMMA_2 = Family(
     needs_window=True,
     needs_divisor=True,
     adds_one=True,
-    names={"layers/pre_ffw_norm/scale": ("pre_feedforward_layernorm",)},
+    names={"layers/pre_ffw_norm/scale": "pre_feedforward_layernorm"},
 )
 _ROW_GEMMA_3 = _ROW_GEMMA_2._replace(
     hf_class="Gemma3ForCausalLM",

@@ -184,7 +184,7 @@ def is_tied(tied: bool, stored: dict[str, Stored]) -> bool:
     head = stored[HEAD]
     count = head.values.get_shape()[0]
 
-    def read(name: str, start: int) -> np.ndarray:
+    def read(name, start):
         rows = slice(start, min(start + _ROWS, count))
         return np.asarray(stored[name].values[rows], np.float32)
 

@@ -66,7 +66,7 @@ def list_tensors(model: ModelSpec, family: Family) -> list[Tensor]:
         shape = tuple(math.prod(sizes[axis] for axis in axes) for axes in parameter.hf_axes.split())
         matrix_axes = parameter.axes.removeprefix("C")
         letters = parameter.hf_axes.replace(" ", "")
-        names = family.names.get(parameters.row_path(path), parameter.hf_names)
+        names = family.names.get(parameters.row_path(path), parameter.hf_names).split()
         for row, layer in layers_by_row(model, path).items():
             prefix = "" if layer is None else f"layers.{layer}."
             for number, name in enumerate(names):
@@ -112,7 +112,7 @@ def unread_parameters(model: ModelSpec, family: Family) -> list[str]:
     taken = set()
     unread = []
     for path, row in parameters.parameters(model).items():
-        names = set(family.names.get(parameters.row_path(path), row.hf_names))
+        names = set(family.names.get(parameters.row_path(path), row.hf_names).split())
         tensors = {(parameters.stack_of(path), name, path.endswith("/b")) for name in names}
         if not tensors or tensors & taken or not names <= _READ:
             unread.append(path)

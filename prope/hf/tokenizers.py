@@ -235,11 +235,10 @@ def _tokenizer_config(tokenizer: Tokenizer) -> dict:
     else:
         name_of = tokenizer.tokenizer.id_to_token
     ids = special_fields(tokenizer) | {"unk_token_id": special.unk}
-    names = {field.removesuffix("_id"): name_of(i) for field, i in ids.items() if i is not None}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": special.bos is not None,
         "add_eos_token": False,
-        **names,
+        **{field.removesuffix("_id"): name_of(i) for field, i in ids.items() if i is not None},
         "clean_up_tokenization_spaces": False,
     }

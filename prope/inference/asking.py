@@ -49,7 +49,6 @@ from prope.inference.options import Options
 from prope.runtime import processes
 from prope.spec.model import ModelSpec
 from prope.spec.run import Spec
-from prope.workdir.run import Run
 
 RECORDS = "longcontext.jsonl"
 _NEAR = 32  # tokens from the evidence to the question, as a control
@@ -94,10 +93,8 @@ def chances_without_retrieval(text: str, candidates: list[str]) -> dict[str, flo
 
 def no_retrieval_baseline(trials: list[Trial]) -> dict:
     """Finds the rule that is right most often; returns `guess`, its share, and `guess_rule`."""
-    shares = {
-        rule: float(np.mean([trial.guesses[rule] for trial in trials]))
-        for rule in trials[0].guesses
-    }
+    rules = trials[0].guesses
+    shares = {rule: float(np.mean([trial.guesses[rule] for trial in trials])) for rule in rules}
     rule = max(shares, key=shares.get)
     return {"guess": shares[rule], "guess_rule": rule}
 
@@ -109,7 +106,7 @@ def encode(tokenizer: Tokenizer, task: str, prompt: Prompt) -> Trial:
     """
     tokens = tokenizer.encode(prompt.text.encode())
 
-    def encode_answer(text: str) -> np.ndarray:
+    def encode_answer(text):
         whole = tokenizer.encode((prompt.text + text).encode())
         answer = whole[len(tokens) :]
         if not len(answer) or not np.array_equal(whole[: len(tokens)], tokens):
@@ -201,10 +198,7 @@ def score_trials(
             batch["answer_lengths"][i] = size
         return batch
 
-    def step(batch):
-        return score(params, **batch)
-
-    batches = list(run_batches(step, spec, mesh, R, read))
+    batches = list(run_batches(lambda batch: score(params, **batch), spec, mesh, R, read))
     logprobs = [scores["logprobs"] for scores in batches]
     exact = [scores["exact"] for scores in batches]
     return np.concatenate(logprobs), np.concatenate(exact)
@@ -253,7 +247,7 @@ def answers(options: AskOptions) -> Iterator[dict]:
     """
     tasks = parse_tasks(options.tasks)
 
-    def open_prompts(run: Run, encoding: str | None) -> list[Prompts]:
+    def open_prompts(run, encoding):
         specs = specs_by_length(run.spec, options, encoding)
         return [Prompts(task, T, spec, options) for task in tasks for T, spec in specs.items()]
 
@@ -280,8 +274,7 @@ class Prompts:
             "tokenizer": self._tokenizer.fingerprint,
         }
         count = len(self.about["rows"]) * options.trials
-        fingerprint = fingerprint_of({"seq_len": T} | self.about)
-        self.selection = Selection(list(range(count)), fingerprint)
+        self.selection = Selection(list(range(count)), fingerprint_of({"seq_len": T} | self.about))
         self.dataset = f"longcontext/{task}"
         self.seq_len = T
         self.trial(self.about["rows"][0], 0)  # raises where it cannot be asked
@@ -341,8 +334,7 @@ def rank_first(logprobs: np.ndarray) -> np.ndarray:
     first = logprobs[:, :1]
     others = logprobs[:, 1:]
     better = (~(others <= first)).sum(axis=1)
-    equal = (others == first).sum(axis=1)
-    return 1 + better + equal / 2
+    return 1 + better + (others == first).sum(axis=1) / 2
 
 
 def summarize(
@@ -355,8 +347,7 @@ def summarize(
     wrong = [trials[i].kinds[likeliest[i]] for i in np.flatnonzero(rank != 1)]
     summary = {"wrong": dict(collections.Counter(wrong))}
     for name, hits in (("accuracy", rank == 1), ("exact", exact)):
-        test = stats.binomtest(int(hits.sum()), len(hits))
-        interval = test.proportion_ci(method="wilson")
+        interval = stats.binomtest(int(hits.sum()), len(hits)).proportion_ci(method="wilson")
         summary[name] = float(hits.mean())
         summary[f"{name}_interval"] = tuple(map(float, interval))
     means = {

@@ -30,7 +30,7 @@ from prope.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_t
 from prope.data.windows import Windows
 from prope.errors import log, usage_error
 from prope.inference import paired
-from prope.inference.opening import cut_window, records, specs_by_length
+from prope.inference.opening import records, specs_by_length
 from prope.inference.options import Options
 from prope.kernels.choice import matmul_precision
 from prope.loss import token_losses
@@ -119,8 +119,7 @@ def run_batches(
       go_on: called before every batch, in all processes alike; after False nothing is read.
     """
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    wanted = min(spec.eval.batch_size, count)
-    batch_size = -(-wanted // shards) * shards
+    batch_size = -(-min(spec.eval.batch_size, count) // shards) * shards
     local_rows = sharding.rows_of_this_process(mesh, batch_size)
     for start in range(0, count, batch_size):
         watchdog.alive(f"sequence {start} of {count}")
@@ -488,7 +487,8 @@ def _open_lengths(
     evaluations = []
     for T, spec in specs.items():
         for window, sinks in options.cuts(spec.model, T):
-            cut = dataclasses.replace(spec, model=cut_window(spec.model, window, sinks))
+            model = dataclasses.replace(spec.model, test_window=window, test_sinks=sinks)
+            cut = dataclasses.replace(spec, model=model)
             # All that the program and its windows depend on; `open_text` reads the run's data, too.
             texts = repr((data, run.spec.data))
             key = (T, state.get("fingerprint"), cut.model, cut.eval.batch_size, texts)

@@ -81,8 +81,7 @@ def read_difference(
         {"encoding": "stop:16-19"}; both may be one run.
     """
     fields = {"split": "validation"} | (about or {})
-    records = read_jsonl(epath.Path(workdir_a) / file)
-    others = read_jsonl(epath.Path(workdir_b) / file)
+    records, others = (read_jsonl(epath.Path(run) / file) for run in (workdir_a, workdir_b))
     pair = find_pair(records, others, second_fields, **fields)
     if pair is None:
         raise UsageError(
@@ -126,8 +125,7 @@ def sums_folder(workdir: epath.PathLike, record: dict) -> epath.Path:
 def write_sums(folder: epath.Path, record: dict, sums: Sums, **others: np.ndarray) -> None:
     """Writes the sums of an evaluation, and other arrays, into its `sums_folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    loss = sums.loss.astype(np.float32)
-    sums = sums._replace(loss=loss, tokens=sums.tokens.astype(np.int32))
+    sums = sums._replace(loss=sums.loss.astype(np.float32), tokens=sums.tokens.astype(np.int32))
     file = io.BytesIO()
     np.savez_compressed(file, **sums._asdict(), **others)
     write_atomic(_path(folder, record), file.getvalue())

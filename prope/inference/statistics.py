@@ -106,10 +106,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def mean_and_stderr(
-    loss: np.ndarray,
-    tokens: np.ndarray,
-    source: np.ndarray | None = None,
-    shares: Sequence[float] = (1.0,),
+    loss: np.ndarray, tokens: np.ndarray, source: np.ndarray, shares: Sequence[float]
 ) -> tuple[float, float | None]:
     """Computes the loss per token and its standard error from sums by document.
 
@@ -125,11 +122,9 @@ def mean_and_stderr(
       loss: [C] nats, summed over the tokens of a document.
       tokens: [C] numbers of tokens. Documents without tokens do not count; with fewer than two, the
         error is None.
-      source: [C] indices into `shares`, by default one source.
+      source: [C] indices into `shares`.
       shares: [S] of the predicted tokens.
     """
-    if source is None:
-        source = np.zeros(len(tokens), int)
     weights = []
     means = []
     errors = []
@@ -163,8 +158,8 @@ def over_documents(
     difference: Difference,
     loss: np.ndarray,
     tokens: np.ndarray,
-    source: np.ndarray | None = None,
-    shares: Sequence[float] = (1.0,),
+    source: np.ndarray,
+    shares: Sequence[float],
 ) -> Difference | None:
     """Widens the interval over seeds to one over other seeds and other documents.
 
@@ -179,14 +174,12 @@ def over_documents(
       loss: [S, C] differences of two methods by seed and document, nats summed over tokens; at
         least two seeds.
       tokens: [C] numbers of tokens.
-      source: [C] indices into `shares`, by default one source.
+      source: [C] indices into `shares`.
       shares: of the predicted tokens, by source.
 
     Returns:
       The difference over both; None where a source has fewer than two documents.
     """
-    if source is None:
-        source = np.zeros(len(tokens), int)
     _, stderr = mean_and_stderr(loss.mean(axis=0), tokens, source, shares)
     if stderr is None:
         return None

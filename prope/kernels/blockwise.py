@@ -61,7 +61,7 @@ def visible_blocks(positions: np.ndarray, mask: Mask) -> tuple[int, np.ndarray]:
     num_key_blocks = -(-C * T // block)
     sink_blocks = -(-mask.sinks // block)
 
-    def blocks_of_rank(positions: np.ndarray) -> list[tuple[int, int]]:
+    def blocks_of_rank(positions):
         blocks = []
         for query_block, first_query in enumerate(positions[::block]):
             first_block = max(first_query - window + 1, 0) // block

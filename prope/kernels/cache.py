@@ -40,7 +40,7 @@ def attend_to_cache(
     slot_positions = jnp.where(slot_positions < 0, _UNSEEN, slot_positions)  # an empty slot
     block = S if T == 1 else min(S, _KEYS_OF_BLOCK)
 
-    def attend(start: int, end: int) -> jax.Array:
+    def attend(start, end):
         """Attends the queries from `start` up to `end`."""
         positions = first_query[:, None] + jnp.arange(start, end)[None]
         # One matmul of a key/value head with the queries of all its G heads as rows.

@@ -22,8 +22,8 @@ class Mask:
     """
 
     segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None
-    window: int | None = dataclasses.field(default=None, metadata={"static": True})
-    sinks: int = dataclasses.field(default=0, metadata={"static": True})
+    window: int | None = jax.tree.static(default=None)
+    sinks: int = jax.tree.static(default=0)
 
 
 CAUSAL = Mask()

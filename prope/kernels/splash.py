@@ -133,7 +133,7 @@ def _block_sizes(kernel, query, S: int, C: int, window: int | None, blocks: Bloc
     largest = S if window is None else 1 << max(9, (window - 1).bit_length())
     chunk = T if C == 1 else T // 2
 
-    def cut(size: int) -> int:
+    def cut(size):
         return math.gcd(min(size, largest), chunk)
 
     queries = cut(blocks.queries)

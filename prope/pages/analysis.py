@@ -108,10 +108,8 @@ def rotated_by_layer(analysis: dict) -> np.ndarray:
 
     A layer with fewer pairs than others has no border where they end.
     """
-    layers = [layer["layer"] for layer in analysis["layers"]]
-    freqs = [analysis["frequencies"][layer] for layer in layers]
-    rotated = [np.array(row) > 0 for row in freqs]
-    return stack_rows(rotated, "edge")
+    freqs = [analysis["frequencies"][layer["layer"]] for layer in analysis["layers"]]
+    return stack_rows([np.array(row) > 0 for row in freqs], "edge")
 
 
 def usage(analysis: dict) -> Picture:
@@ -258,9 +256,9 @@ def _draw_bars(logits, losses, records, names, shift, colour) -> None:
     label = f"{logit.replace('_', ' ')}, mean"
     values = [record[logit] for record in records]
     logits.barh(places, values, 0.36, color=colour, label=label)
-    changed = [index for index, record in enumerate(records) if record[change]]
-    if changed:
-        values = [records[index][change]["difference"] for index in changed]
-        errors = [records[index][change]["stderr"] or 0 for index in changed]
+    changes = {place: x[change] for place, x in zip(places, records, strict=True) if x[change]}
+    if changes:
+        values = [x["difference"] for x in changes.values()]
+        errors = [x["stderr"] or 0 for x in changes.values()]
         bars = {"color": colour, "ecolor": TEXT, "label": change}
-        losses.barh(places[changed], values, 0.36, xerr=errors, **bars)
+        losses.barh(list(changes), values, 0.36, xerr=errors, **bars)

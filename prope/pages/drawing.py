@@ -102,8 +102,7 @@ def styles(names: list[str]) -> dict[str, dict]:
     # Viridis reads in order with every kind of colour vision and in grey; its palest end is faint.
     viridis = matplotlib.colormaps["viridis"]
     colours = viridis(np.linspace(0, 0.76, len(names)))
-    markers = itertools.cycle(MARKERS)
-    looks = zip(names, colours, markers, itertools.cycle(DASHES), strict=False)
+    looks = zip(names, colours, itertools.cycle(MARKERS), itertools.cycle(DASHES), strict=False)
     return {
         name: {"color": to_hex(colour), "marker": marker, "ls": dashes, "lw": 1.7, "ms": 4.5}
         for name, colour, marker, dashes in looks

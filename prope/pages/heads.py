@@ -38,10 +38,8 @@ def name_of(head: dict) -> str:
 
 def longest(norms: dict[str, np.ndarray]) -> str:
     """Names the pair with the greatest mean norm, of norms [.., P] by their name."""
-    pairs = []
-    for name, values in norms.items():
-        mean = np.nanmean(values, axis=0)
-        pairs.append(f"{name}, pair {mean.argmax()}")
+    longest_pair = {name: np.nanmean(values, axis=0).argmax() for name, values in norms.items()}
+    pairs = [f"{name}, pair {pair}" for name, pair in longest_pair.items()]
     return f"Longest on average: {'; '.join(pairs)}."
 
 
@@ -49,7 +47,6 @@ def heads(analysis: dict) -> Picture:
     """Draws Figures 5, 12, 13: the chosen heads' maps, above the frequencies that they use."""
     shown = analysis["shown"]
     positions = analysis["window"]["positions"]
-    layers = {layer["layer"]: layer for layer in analysis["layers"]}
     records = {name_of(head): head for head in analysis["heads"]}
 
     across, blocks = arrange(len(shown))
@@ -64,9 +61,7 @@ def heads(analysis: dict) -> Picture:
             label_ticks(top.yaxis, positions)
             title = f"head {name_of(head)}:\n{_WEIGHTS[score]} {record[score]:.2f}"
             top.set(title=title, xlabel="key", ylabel="query")
-            layer = layers[head["layer"]]
-            rotated = rotated_of_head(analysis, layer, head["head"], len(layer["query_norms"]))
-            _draw_norms(below, layer, head["head"], rotated)
+            _draw_norms(below, analysis, head)
         axes[1, 0].legend()
 
     caption = (
@@ -77,6 +72,10 @@ def heads(analysis: dict) -> Picture:
     return Picture("heads", "Chosen heads", alt, caption, draw, (2.55 * across, 5.0 * blocks))
 
 
+def _layer_of(analysis: dict, head: dict) -> dict:
+    return next(layer for layer in analysis["layers"] if layer["layer"] == head["layer"])
+
+
 def rotated_of_head(analysis: dict, layer: dict, head: int, num_heads: int) -> np.ndarray:
     """Returns which pairs of a head rotate, [P]: of one of `num_heads` queries, or of keys."""
     if "head_frequencies" not in analysis:  # of files before these, too
@@ -85,14 +84,15 @@ def rotated_of_head(analysis: dict, layer: dict, head: int, num_heads: int) -> n
     return np.array(analysis["head_frequencies"][layer["layer"]][key_head]) > 0
 
 
-def _draw_norms(axes, layer: dict, head: int, rotated: np.ndarray) -> None:
+def _draw_norms(axes, analysis: dict, head: dict) -> None:
     """Draws the mean norms of a head's queries and keys by pair."""
-    query_norms = layer["query_norms"]
-    key_norms = layer["key_norms"]
-    key_head = head * len(key_norms) // len(query_norms)
-    curves = {"query": query_norms[head], "key": key_norms[key_head]}
-    for name, style in styles(list(curves)).items():
-        axes.plot(curves[name], label=name, **style | {"marker": None})
+    layer = _layer_of(analysis, head)
+    N = len(layer["query_norms"])
+    for name, style in styles(["query", "key"]).items():
+        norms = layer[f"{name}_norms"]
+        curve = norms[head["head"] * len(norms) // N]
+        axes.plot(curve, label=name, **style | {"marker": None})
+    rotated = rotated_of_head(analysis, layer, head["head"], N)
     for border in np.flatnonzero(np.diff(rotated, prepend=True)):
         axes.axvline(border - 0.5, color=BORDER, lw=1.5)
     axes.set(xlabel="pair, fastest first", ylabel="mean norm", ylim=(0, None))
@@ -111,10 +111,9 @@ def maps(analysis: dict, head: dict) -> list[Picture]:
 
 
 def _attention_picture(analysis: dict, head: dict, labels: list[str]) -> Picture:
-    (layer,) = [layer for layer in analysis["layers"] if layer["layer"] == head["layer"]]
     positions = np.array(analysis["window"]["positions"])
     distances = positions[:, None] - positions
-    reach = layer["sliding_window"] or np.inf
+    reach = _layer_of(analysis, head)["sliding_window"] or np.inf
     visible = (distances >= 0) & (distances < reach)
     weights = np.where(visible, head["map"], np.nan)
     logits = np.where(visible, head["logits"], np.nan)
@@ -122,13 +121,10 @@ def _attention_picture(analysis: dict, head: dict, labels: list[str]) -> Picture
     most = np.nanmax(logits)
 
     def draw(figure):
-        left, right = panels(figure, 2, wrap=1, sharey=True)[0]
-        images = {
-            "weight": show_image(left, weights, 0.5, vmax=1, aspect="auto"),
-            "logit": show_image(right, logits, 1, least, most, aspect="auto"),
-        }
-        for name, image in images.items():
-            axes = image.axes
+        row = panels(figure, 2, wrap=1, sharey=True)[0]
+        images = {"weight": (weights, 0.5, 0, 1), "logit": (logits, 1, least, most)}
+        for axes, (name, values) in zip(row, images.items(), strict=True):
+            image = show_image(axes, *values, aspect="auto")
             figure.colorbar(image, ax=axes, pad=0.02, fraction=0.06, label=name)
             axes.set(title=f"{name}s", xlabel="key", ylabel="query")
             label_ticks(axes.xaxis, labels, rotation=90)
@@ -146,7 +142,7 @@ def _attention_picture(analysis: dict, head: dict, labels: list[str]) -> Picture
 
 
 def _norms_picture(analysis: dict, head: dict, labels: list[str]) -> Picture:
-    (layer,) = [layer for layer in analysis["layers"] if layer["layer"] == head["layer"]]
+    layer = _layer_of(analysis, head)
     rotates = rotated_of_head(analysis, layer, head["head"], len(layer["query_norms"]))
     norms = {kind: np.array(head[f"{kind}_norms"]) for kind in ("query", "key")}
 

@@ -61,7 +61,7 @@ def _with_contents(html: str) -> str:
 def _with_columns(html: str) -> str:
     """Gives every cell the name of its column, which a phone shows beside it."""
 
-    def name_cells(table: re.Match) -> str:
+    def name_cells(table):
         heads = re.findall(r'<th scope="col"[^>]*>(.*?)</th>', table[0])
         columns = itertools.cycle(re.sub("<.*?>", "", head) for head in heads)
         cell = '<td|<th scope="row"'

@@ -47,7 +47,7 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
         round(prompts) for records in by_run for _, prompts in _count_by_octave(records).values()
     ]
 
-    def draw(figure) -> None:
+    def draw(figure):
         heights = (3, 2) * blocks
         axes = panels(figure, len(by_group), rows=2, wrap=columns, height_ratios=heights)
         for (above, below), (group, runs) in zip(axes.T, by_group.items(), strict=True):
@@ -116,7 +116,7 @@ def _average_cells(records: list[dict]) -> tuple[list, list, np.ndarray]:
 
     Returns (rows, lengths, values [rows, lengths]), nan where nothing was run.
     """
-    shares: dict[tuple, list[float]] = {}
+    shares = {}
     for record in records:
         for cell in record["cells"]:
             place = (cell["row"], record["seq_len"])
@@ -153,7 +153,7 @@ def _draw_distances(axes, by_run: list[list[dict]], distances: dict, guess: floa
 
 def _count_by_octave(records: list[dict]) -> dict[int, np.ndarray]:
     """Counts (right answers, prompts) by the octave of their distance to the evidence."""
-    counts: dict[int, np.ndarray] = {}
+    counts = {}
     for record in records:
         for cell in record["cells"]:
             octave = 2 ** int(math.log2(cell["distance"]))

@@ -70,11 +70,11 @@ _exit_code = LOST  # exit code of this process when JAX's runtime aborts it
 _barrier_ids = itertools.count()
 
 
-def count_cores() -> int:
-    """Counts the cores that this process may run on."""
+def list_cores() -> list[int]:
+    """Lists the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 @contextlib.contextmanager
@@ -292,7 +292,7 @@ def leave(code: int) -> None:
 
 def _join(wanted: str) -> None:
     """Joins the processes that the value of PROPE_PROCESSES names."""
-    arguments: dict = {}
+    arguments = {}
     expected = "as many as the cluster has were expected"
     if wanted != "auto":
         address = _ADDRESS.fullmatch(wanted)
@@ -346,7 +346,7 @@ def _set_abort_message(line: str) -> None:
     waits. While a process leaves, it keeps its exit code.
     """
 
-    def on_abort(_number: int) -> None:
+    def on_abort(_number):
         if _exit_code == LOST:
             os.write(2, f"\nstopped: {line}\n".encode())
         os._exit(_exit_code)

@@ -32,7 +32,7 @@ class Profiler(AbstractContextManager):
             self._steps = range(first, last + 1)
         self._target = epath.Path(workdir) / "profile"
         self._pause = pause
-        self._traced: list[int] = []  # steps in the open trace
+        self._traced = []  # steps in the open trace
 
     def run(self, step: int, update: Callable, *arguments):
         """Returns update(*arguments); names the step in the trace, if it is to be traced."""

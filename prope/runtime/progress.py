@@ -29,7 +29,7 @@ def compiling() -> Iterator[None]:
     done = threading.Event()
     with tqdm(bar_format="compiling for {elapsed}", leave=False, disable=hidden) as bar:
 
-        def redraw() -> None:
+        def redraw():
             while not done.wait(1):
                 bar.refresh()
 

@@ -42,7 +42,7 @@ class Startup:
             else:
                 jax.config.update("jax_compilation_cache_dir", str(folder))
 
-        def listen(event: str, **_) -> None:
+        def listen(event, **_):
             if event == "/jax/compilation_cache/cache_hits":
                 self._cache = "hit"
 

@@ -3,10 +3,18 @@
 import dataclasses
 import math
 import string
-from typing import Any
 
 from prope.errors import UsageError, nearest, usage_error
-from prope.spec.fields import AT_LEAST_1, NOT_NEGATIVE, SHARE, check_fields, one_of, rule, setting
+from prope.spec.fields import (
+    AT_LEAST_1,
+    NOT_NEGATIVE,
+    SHARE,
+    changeable,
+    check_fields,
+    one_of,
+    rule,
+    setting,
+)
 from prope.user_code import is_user_code
 
 LOSS_ON = ("all", "targets")
@@ -45,11 +53,10 @@ class DataSpec:
         "mixture | synthetic/ and copy, recall or mix | longcontext/ and a task of "
         "prope/data/tasks or mix",
     )
-    data_dir: str = setting(
+    data_dir: str = changeable(
         "",
         "folder or gs:// URL of the TFDS data or of the files, which may be on the Hub, too: "
         "hf://datasets/OWNER/NAME@REVISION/PATH",
-        may_change=True,
     )
     pattern: str = setting(
         "",
@@ -70,11 +77,8 @@ class DataSpec:
         "tokens with a loss: all | targets (only those of the template's last feature)",
         one_of(*LOSS_ON),
     )
-    stop_ids: tuple = setting(
-        (),
-        "ids besides <eos> that end a sampled text, as an import has them",
-        _IDS,
-        may_change=True,
+    stop_ids: tuple = changeable(
+        (), "ids besides <eos> that end a sampled text, as an import has them", _IDS
     )
     mixture: tuple = setting(
         (),
@@ -102,25 +106,16 @@ class DataSpec:
         "path; files: at least one, and none by it where names of files tell the split",
         SHARE,
     )
-    max_bad_rows: int = setting(
-        0,
-        "documents that cannot be read and are left out; more of them are refused",
-        NOT_NEGATIVE,
-        may_change=True,
+    max_bad_rows: int = changeable(
+        0, "documents that cannot be read and are left out; more of them are refused", NOT_NEGATIVE
     )
-    cache_dir: str = setting(
-        "",
-        "folder or gs:// URL of token stores; empty: $PROPE_CACHE, else the user's cache folder",
-        may_change=True,
+    cache_dir: str = changeable(
+        "", "folder or gs:// URL of token stores; empty: $PROPE_CACHE, else the user's cache folder"
     )
-    store: str = setting(
-        "",
-        "a finished token store, as prope.data.prepare prints its place: the text is not needed",
-        may_change=True,
+    store: str = changeable(
+        "", "a finished token store, as prope.data.prepare prints its place: the text is not needed"
     )
-    num_workers: int = setting(
-        0, "processes that tokenise; 0: one per core", NOT_NEGATIVE, may_change=True
-    )
+    num_workers: int = changeable(0, "processes that tokenise; 0: one per core", NOT_NEGATIVE)
 
     def __post_init__(self):
         check_fields(self, "config.data.")
@@ -164,7 +159,7 @@ class DataSpec:
         """
         places = {"data.cache_dir": self.cache_dir}
         entries = {f"data.mixture[{n}]": entry for n, entry in enumerate(self.mixture)}
-        for prefix, source in {"data": dataclasses.asdict(self), **entries}.items():
+        for prefix, source in {"data": vars(self), **entries}.items():
             places |= {f"{prefix}.{name}": source.get(name) for name in ("data_dir", "store")}
         given = {name: place for name, place in places.items() if place}
         return {"data.tokenizer": self.tokenizer} | given
@@ -175,7 +170,7 @@ def override_dataset(data: DataSpec, dataset: str | None, data_dir: str | None) 
     if data_dir and dataset is None and data.dataset == "mixture":
         problem = "the run's data is a mixture, whose sources have folders of their own"
         raise usage_error("--data_dir", data_dir, problem, "give --dataset, too")
-    fields: dict[str, Any] = {}
+    fields = {}
     if dataset is not None:
         fields = {"mixture": (), "template": "", "loss_on": "all", "dataset": dataset}
         if dataset != data.dataset:
@@ -210,7 +205,7 @@ def _check_source(source: dict, prefix: str) -> None:
     """Checks the fields of one source, named with `prefix` in an error."""
     dataset = source["dataset"]
 
-    def require(name: str, holds: bool, problem: str) -> None:
+    def require(name, holds, problem):
         if not holds:
             raise usage_error(f"config.{prefix}{name}", source[name], problem)
 

@@ -5,6 +5,7 @@ from which the ConfigDict, `--help` and the checks are made.
 """
 
 import dataclasses
+import functools
 import math
 import types
 import typing
@@ -31,6 +32,9 @@ def setting(default: Any, meaning: str, *rules: Rule, may_change: bool = False) 
     return dataclasses.field(default=default, metadata=metadata)
 
 
+changeable = functools.partial(setting, may_change=True)
+
+
 def rule(holds: Callable[[Any], bool], allowed: str) -> Rule:
     """Makes the rule that `holds` is true; otherwise it returns what is `allowed`."""
     return lambda value: None if holds(value) else allowed
@@ -53,11 +57,6 @@ ABOVE_1 = rule(lambda x: x > 1, "must be greater than 1")
 SHARE = rule(lambda x: 0 < x < 1, "must be between 0 and 1")
 
 
-def is_optional(field: dataclasses.Field) -> bool:
-    """Returns whether a field may be None."""
-    return type(None) in typing.get_args(field.type)
-
-
 def value_type(field: dataclasses.Field) -> type:
     """Returns the type of a field's values, int for `int | None` and for `int | tuple`."""
     if not isinstance(field.type, types.UnionType):
@@ -74,7 +73,7 @@ def check_fields(spec, prefix: str) -> None:
 def check_field(name: str, value: Any, field: dataclasses.Field) -> None:
     """Checks the value of a field by its rules; raises UsageError with its name."""
     if value is None:
-        if not is_optional(field):
+        if type(None) not in typing.get_args(field.type):
             raise usage_error(name, value, f"must have a value, such as {field.default}")
         return
     problems = [check(value) for check in field.metadata.get("rules", ())]

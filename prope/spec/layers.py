@@ -5,14 +5,13 @@ Axes: H head_dim, K key/value heads, F hidden_dim, L layers, P = H / 2 rotation 
 
 import dataclasses
 import functools
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from prope.encodings import layer_frequencies, logit_scale
-from prope.spec.kinds import FULL, SHARING_SUFFIX, SLIDING
+from prope.spec.kinds import FULL, SHARING_SUFFIX, SLIDING, parse_interval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +104,7 @@ def build_layers(model, seq_len: int | None) -> tuple[Layer, ...]:
             row=number,
             kv_source=source,
             cache_index=model.kinds[:source].count(kind),
-            **rotations[number]._asdict(),
+            **rotations[number],
         )
         layers.append(layer)
     shapes = {
@@ -120,17 +119,8 @@ def build_layers(model, seq_len: int | None) -> tuple[Layer, ...]:
     )
 
 
-class _Rotation(NamedTuple):
-    """What `Layer` has of these names."""
-
-    rope_percentage: float
-    max_wavelength: float
-    frequencies: np.ndarray
-    removed: np.ndarray
-
-
-def _rotations(model, seq_len: int | None) -> list[_Rotation]:
-    """Computes how every layer rotates, [L]."""
+def _rotations(model, seq_len: int | None) -> list[dict[str, Any]]:
+    """Computes how every layer rotates, [L]: the last four fields of `Layer`."""
     p = model.rope_percentage
     percentages = p if isinstance(p, tuple) else (p,) * model.num_layers
     compute = functools.cache(functools.partial(layer_frequencies, model, seq_len))
@@ -162,7 +152,8 @@ def _rotations(model, seq_len: int | None) -> list[_Rotation]:
         if divisor != 1.0:
             freqs = np.where(bands[number], freqs / divisor, freqs)
         removed = bands[number] if removes else no_pairs[number]
-        rotations.append(_Rotation(layer_p, wavelength, freqs, removed))
+        rotation = {"rope_percentage": layer_p, "max_wavelength": wavelength}
+        rotations.append(rotation | {"frequencies": freqs, "removed": removed})
     return rotations
 
 
@@ -181,15 +172,13 @@ def _custom_numbers(model) -> Sequence[tuple]:
     return numbers
 
 
-def _logit_scales(model, rotations: list[_Rotation]) -> list[float]:
+def _logit_scales(model, rotations: list[dict[str, Any]]) -> list[float]:
     """Computes the factor on the scores of every layer, [L]; layers with a window have none."""
-    rotate = [bool(rotation.frequencies.any()) for rotation in rotations]
-    is_full = [kind == FULL for kind in model.kinds]
-    none_rotates = not any(np.logical_and(rotate, is_full))  # then all have yarn's
-    return [
-        logit_scale(model, rotate[number] or none_rotates) if is_full[number] else 1.0
-        for number in range(model.num_layers)
-    ]
+    rotate = np.array([rotation["frequencies"].any() for rotation in rotations])
+    is_full = np.array(model.kinds) == FULL
+    rotate |= not (rotate & is_full).any()  # where none rotates, all have yarn's
+    scales = [logit_scale(model, rotates) for rotates in rotate]
+    return np.where(is_full, scales, 1.0).tolist()
 
 
 # --- Chosen pairs ---------------------------------------------------------------------------------
@@ -214,21 +203,20 @@ def parse_pairs(model) -> list[np.ndarray]:
         if len(heads) not in (1, K):
             problem = f"layer {number} has {len(heads)} key heads, and in the model {K}"
             raise ValueError(f"rope_pairs: {problem}; choose pairs of this model")
-        rows = [_parse_pairs_of_head(head, _head_dim(model, kind) // 2, number) for head in heads]
-        kept.append(np.broadcast_to(rows, (K, _head_dim(model, kind) // 2)))
+        P = _head_dim(model, kind) // 2
+        rows = [_parse_pairs_of_head(head, P, number) for head in heads]
+        kept.append(np.broadcast_to(rows, (K, P)))
     return kept
 
 
 def _parse_pairs_of_head(text: str, num_pairs: int, layer: int) -> np.ndarray:
     kept = np.zeros(num_pairs, bool)
     for part in [] if text == "-" else text.split(","):
-        interval = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        first = int(interval[1]) if interval else 0
-        last = int(interval[2] or first) if interval else -1
-        if not first <= last < num_pairs:
+        pairs = parse_interval(part, num_pairs)
+        if not pairs:
             problem = f"layer {layer}: {part!r} are no pairs of 0 to {num_pairs - 1}"
             raise ValueError(f"rope_pairs: {problem}; give such as 0-7,12, or - for none")
-        kept[first : last + 1] = True
+        kept[pairs] = True
     return kept
 
 
@@ -270,12 +258,10 @@ def parse_band(model, text: str) -> Band:
     if len(numbers) == model.num_layers:
         place = ""
     num_pairs = max(_head_dim(model, model.kinds[number]) for number in numbers) // 2
-    interval = re.fullmatch(r"(\d+)(?:-(\d+))?", pairs)
-    first = int(interval[1]) if interval else 0
-    last = int(interval[2] or first) if interval else -1
-    if not first <= last < num_pairs:
+    band = parse_interval(pairs, num_pairs)
+    if not band:
         raise ValueError(f"{text!r} is not a band of pairs 0 to {num_pairs - 1}")
-    return Band(first, last, place or None, numbers, num_pairs)
+    return Band(band[0], band[-1], place or None, numbers, num_pairs)
 
 
 def pairs_in_bands(model) -> list[np.ndarray]:
@@ -284,7 +270,7 @@ def pairs_in_bands(model) -> list[np.ndarray]:
     Raises ValueError where these are no bands of the model.
     """
     masks = [np.zeros(_head_dim(model, kind) // 2, bool) for kind in model.kinds]
-    bands: Sequence[Any] = tuple(model.scaled_pairs)
+    bands = tuple(model.scaled_pairs)
     if not bands or not isinstance(bands[0], str):
         missing = ("",) * (2 - len(bands))
         bands = ["-".join(map(str, bands + missing))]

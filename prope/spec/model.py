@@ -12,7 +12,6 @@ Axes: H head_dim, K key/value heads, F hidden_dim, L layers, P = H / 2 rotation 
 
 import dataclasses
 import functools
-import re
 
 from prope.errors import UsageError, nearest, usage_error
 from prope.spec.fields import (
@@ -20,12 +19,13 @@ from prope.spec.fields import (
     AT_LEAST_1,
     NOT_NEGATIVE,
     POSITIVE,
+    changeable,
     check_fields,
     one_of,
     rule,
     setting,
 )
-from prope.spec.kinds import ATTENTION_SUFFIX, LAYER_TYPES, SLIDING, repeat_pattern
+from prope.spec.kinds import ATTENTION_SUFFIX, LAYER_TYPES, SLIDING, parse_interval, repeat_pattern
 
 DTYPES = ("float32", "bfloat16")
 REMAT = ("none", "minimal", "save_qkv", "full")
@@ -184,27 +184,21 @@ class ModelSpec:
         "dtype of activations and matmuls, float32 | bfloat16; parameters are always float32",
         one_of(*DTYPES),
     )
-    attention: str = setting(
-        "auto", "auto | xla | splash (TPU) | cudnn (NVIDIA)", one_of(*ATTENTION), may_change=True
+    attention: str = changeable(
+        "auto", "auto | xla | splash (TPU) | cudnn (NVIDIA)", one_of(*ATTENTION)
     )
-    global_attention: str | None = setting(
-        None,
-        "attention of layers without a window, if it is another",
-        one_of(*ATTENTION),
-        may_change=True,
+    global_attention: str | None = changeable(
+        None, "attention of layers without a window, if it is another", one_of(*ATTENTION)
     )
-    scan_layers: bool = setting(
-        True,
-        "compile one layer and loop, or unroll all; parameters and result are the same",
-        may_change=True,
+    scan_layers: bool = changeable(
+        True, "compile one layer and loop, or unroll all; parameters and result are the same"
     )
-    remat: str = setting(
+    remat: str = changeable(
         "none",
         "what a layer saves for its backward pass, fastest first: none (everything) | minimal "
         "(wide matmuls and attention) | save_qkv (q, k, v and the output of attention) | full "
         "(only the layer's input)",
         one_of(*REMAT),
-        may_change=True,
     )
     # No config has these: evaluation makes full layers see the last keys and the first ones only.
     test_window: int | None = None
@@ -212,7 +206,6 @@ class ModelSpec:
 
     def __post_init__(self):
         check_fields(self, "config.model.")
-        self._check_heads()
         self._check_layers()
         self._check_encoding()
 
@@ -238,7 +231,7 @@ class ModelSpec:
     @functools.cached_property
     def stacks(self) -> dict[str, list[int]]:
         """The numbers of the layers in every stack, by the stack's name."""
-        by_name: dict[str, list[int]] = {}
+        by_name = {}
         for layer in self.layers:
             by_name.setdefault(layer.stack, []).append(layer.number)
         return by_name
@@ -253,22 +246,15 @@ class ModelSpec:
 
         Raises ValueError, with the names that there are, where this names none.
         """
-        numbers = list(range(self.num_layers))
+        numbers = range(self.num_layers)
         if which is None:
-            return numbers
+            return list(numbers)
         found = [number for number in numbers if self.kinds[number] == which + ATTENTION_SUFFIX]
-        interval = re.fullmatch(r"(\d+)(?:-(\d+))?", which)
-        if interval:
-            first = int(interval[1])
-            last = int(interval[2] or first)
-            found = numbers[first : last + 1] if last < len(numbers) else []
+        found = found or list(parse_interval(which, self.num_layers))
         if not found:
-            present = " and ".join(
-                kind.removesuffix(ATTENTION_SUFFIX) for kind in dict.fromkeys(self.kinds)
-            )
-            raise ValueError(
-                f"there are no layers {which!r}, only 0 to {numbers[-1]}, all {present}"
-            )
+            kinds = [kind.removesuffix(ATTENTION_SUFFIX) for kind in dict.fromkeys(self.kinds)]
+            known = f"0 to {numbers[-1]}, all {' and '.join(kinds)}"
+            raise ValueError(f"there are no layers {which!r}, only {known}")
         return found
 
     @property
@@ -285,15 +271,14 @@ class ModelSpec:
     @property
     def rotated_share(self) -> str:
         """How many pairs rotate: "24 of 32"; where they differ "8 or 32 of 32", "3 to 19 of 32"."""
-        counts: dict[int, set[int]] = {}
+        counts = {}
         for layer in self.layers:
             rotated = (layer.frequencies > 0).sum(axis=1).tolist()
             counts.setdefault(layer.head_dim // 2, set()).update(rotated)
         parts = []
         for P, values in sorted(counts.items()):
-            text = f"{min(values)} to {max(values)}"
-            if len(values) < 3:
-                text = " or ".join(map(str, sorted(values)))
+            words = " or ".join(map(str, sorted(values)))
+            text = words if len(values) < 3 else f"{min(values)} to {max(values)}"
             parts.append(f"{text} of {P}")
         return " and ".join(parts)
 
@@ -314,21 +299,16 @@ class ModelSpec:
         return self.rope_scaling_factor if factor is None else factor
 
     def _refuse(self, field: str, problem: str, remedy: str = "") -> None:
-        raise usage_error(
-            f"config.model.{field}", getattr(self, field), problem, *filter(None, [remedy])
-        )
-
-    def _check_heads(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            self._refuse(
-                "num_heads", f"must be a multiple of model.num_kv_heads={self.num_kv_heads}"
-            )
-        if self.num_global_kv_heads and self.num_heads % self.num_global_kv_heads:
-            self._refuse("num_global_kv_heads", f"must divide model.num_heads={self.num_heads}")
+        raise usage_error(f"config.model.{field}", getattr(self, field), problem, remedy)
 
     def _check_layers(self) -> None:
-        """Checks that fields of some layers alone have such layers."""
+        """Checks that key heads divide query heads, and fields of some layers have such layers."""
         L = self.num_layers
+        if self.num_heads % self.num_kv_heads:
+            problem = f"must be a multiple of model.num_kv_heads={self.num_kv_heads}"
+            self._refuse("num_heads", problem)
+        if self.num_global_kv_heads and self.num_heads % self.num_global_kv_heads:
+            self._refuse("num_global_kv_heads", f"must divide model.num_heads={self.num_heads}")
         if len(self.layer_types) > L:
             self._refuse("layer_types", f"must be a pattern of at most model.num_layers={L} layers")
         first = self.first_sharing_layer
@@ -396,13 +376,11 @@ class ModelSpec:
             required.add("sliding_window")
             optional |= {"local_max_wavelength", "local_rope_percentage"}
         allowed = required | optional
-        chosen = [
-            f"{field}={getattr(self, field)}" for field in (*encodings.CHOICES, "layer_types")
-        ]
-        fields = {field.name: field for field in dataclasses.fields(self)}
+        names = (*encodings.CHOICES, "layer_types")
+        chosen = [f"{field}={getattr(self, field)}" for field in names]
         for name in sorted(encodings.FIELDS):
             value = getattr(self, name)
-            is_set = value is not None and value != fields[name].default
+            is_set = value is not None and value != getattr(ModelSpec, name)
             if name in required and value is None:
                 self._refuse(name, "must have a value: its type needs it")
             if is_set and name not in allowed:

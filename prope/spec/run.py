@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import operator
 import os
 from typing import Any
 
@@ -13,8 +14,8 @@ from prope.spec.fields import (
     AT_LEAST_1,
     NOT_NEGATIVE,
     POSITIVE,
+    changeable,
     check_field,
-    check_fields,
     one_of,
     optional_count,
     rule,
@@ -78,88 +79,55 @@ class OptimizerSpec:
         "float32", "dtype of the first moment; the second is always float32", one_of(*DTYPES)
     )
 
-    def __post_init__(self):
-        check_fields(self, "config.optimizer.")
-        if not 0 <= self.final_learning_rate <= self.learning_rate:
-            problem = f"must be in [0, optimizer.learning_rate={self.learning_rate}]"
-            field = "config.optimizer.final_learning_rate"
-            raise usage_error(field, self.final_learning_rate, problem)
-
 
 @dataclasses.dataclass(frozen=True)
 class MeshSpec:
     """How devices are arranged: the fields of `config.mesh`."""
 
-    data: int | None = setting(
+    data: int | None = changeable(
         None,
         "replicas of the parameters, within which FSDP shards them; None: one per TPU slice or "
         "GPU node. A replica may span GPU nodes, but not slices",
         optional_count("one per slice or node"),
-        may_change=True,
     )
-    context: int = setting(
+    context: int = changeable(
         1,
         "C, devices over which every sequence is split; its keys and values are all-gathered",
         AT_LEAST_1,
-        may_change=True,
     )
-    tensor: int = setting(
-        1,
-        "devices over which heads, hidden units and vocabulary are split",
-        AT_LEAST_1,
-        may_change=True,
+    tensor: int = changeable(
+        1, "devices over which heads, hidden units and vocabulary are split", AT_LEAST_1
     )
-    gather: str = setting(
+    gather: str = changeable(
         "head",
         "what a device holds whole of sharded parameters. head: the layer at work and the "
         "head's table; ahead: on TPUs also the next layer, fastest. prope.plan --search tells "
         "what fits",
         one_of("head", "ahead"),
-        may_change=True,
     )
-
-    def __post_init__(self):
-        check_fields(self, "config.mesh.")
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSpec:
     """Which checkpoints are kept: the fields of `config.checkpoint`."""
 
-    max_to_keep: int = setting(2, "newest checkpoints kept", AT_LEAST_1, may_change=True)
-    keep_every: int | None = setting(
-        None,
-        "steps whose multiples are kept for ever; None: none",
-        optional_count("none of them"),
-        may_change=True,
+    max_to_keep: int = changeable(2, "newest checkpoints kept", AT_LEAST_1)
+    keep_every: int | None = changeable(
+        None, "steps whose multiples are kept for ever; None: none", optional_count("none of them")
     )
-    every_minutes: float = setting(
-        30.0,
-        "minutes between checkpoints, beside checkpoint_every; 0: by steps only",
-        NOT_NEGATIVE,
-        may_change=True,
+    every_minutes: float = changeable(
+        30.0, "minutes between checkpoints, beside checkpoint_every; 0: by steps only", NOT_NEGATIVE
     )
-
-    def __post_init__(self):
-        check_fields(self, "config.checkpoint.")
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalSpec:
     """How losses are evaluated: the fields of `config.eval`."""
 
-    batch_size: int = setting(
-        16, "windows at a time; does not change the result", AT_LEAST_1, may_change=True
+    batch_size: int = changeable(16, "windows at a time; does not change the result", AT_LEAST_1)
+    max_windows: int | None = changeable(
+        None, "number of windows to evaluate, evenly spread; None: all", optional_count("all")
     )
-    max_windows: int | None = setting(
-        None,
-        "number of windows to evaluate, evenly spread; None: all",
-        optional_count("all"),
-        may_change=True,
-    )
-
-    def __post_init__(self):
-        check_fields(self, "config.eval.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,81 +135,59 @@ class Spec:
     """A run: what its config means."""
 
     batch_size: int = setting(16, "sequences per optimizer step, over all devices", AT_LEAST_1)
-    accumulation: int = setting(
-        1,
-        "microbatches per batch, computed one after the other to save memory",
-        AT_LEAST_1,
-        may_change=True,
+    accumulation: int = changeable(
+        1, "microbatches per batch, computed one after the other to save memory", AT_LEAST_1
     )
     num_steps: int = setting(1000, "optimizer steps of the whole run", AT_LEAST_1)
-    on_nonfinite: str = setting(
+    on_nonfinite: str = changeable(
         "stop",
         "where a loss or gradient is not finite: stop | skip the step, up to 10 in a row",
         one_of("stop", "skip"),
-        may_change=True,
     )
     seed: int = setting(0, "of the initial weights and the order of the data", _SEED)
-    log_every: int = setting(
-        10, "steps between lines of metrics.jsonl", AT_LEAST_1, may_change=True
-    )
-    log_to: tuple = setting(
+    log_every: int = changeable(10, "steps between lines of metrics.jsonl", AT_LEAST_1)
+    log_to: tuple = changeable(
         ("tensorboard",),
         "where records go, beside the JSON lines: tensorboard, wandb, csv, my_module:function, "
         "which gets each as a dict",
         _LOG_TO,
-        may_change=True,
     )
-    eval_every: int = setting(
-        500,
-        "steps between evaluations; the last step is always evaluated",
-        AT_LEAST_1,
-        may_change=True,
+    eval_every: int = changeable(
+        500, "steps between evaluations; the last step is always evaluated", AT_LEAST_1
     )
-    checkpoint_every: int = setting(
-        500, "steps between checkpoints; the last step is always saved", AT_LEAST_1, may_change=True
+    checkpoint_every: int = changeable(
+        500, "steps between checkpoints; the last step is always saved", AT_LEAST_1
     )
-    watchdog_minutes: float = setting(
-        60.0,
-        "minutes without progress after which the process ends; 0: never",
-        NOT_NEGATIVE,
-        may_change=True,
+    watchdog_minutes: float = changeable(
+        60.0, "minutes without progress after which the process ends; 0: never", NOT_NEGATIVE
     )
-    profile: tuple = setting(
+    profile: tuple = changeable(
         (),
         "first and last step, as in 10,12, whose trace jax.profiler writes to W/profile; empty: "
         "none",
-        may_change=True,
     )
-    model: ModelSpec = dataclasses.field(default_factory=ModelSpec)
+    model: ModelSpec = dataclasses.field(default_factory=ModelSpec)  # which imports JAX
     data: DataSpec = dataclasses.field(default_factory=DataSpec)
-    optimizer: OptimizerSpec = dataclasses.field(default_factory=OptimizerSpec)
-    mesh: MeshSpec = dataclasses.field(default_factory=MeshSpec)
-    checkpoint: CheckpointSpec = dataclasses.field(default_factory=CheckpointSpec)
-    eval: EvalSpec = dataclasses.field(default_factory=EvalSpec)
+    optimizer: OptimizerSpec = OptimizerSpec()
+    mesh: MeshSpec = MeshSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    eval: EvalSpec = EvalSpec()
 
     def __post_init__(self):
         check_run(self.flat())
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields of the config, nested as config.json has them."""
-        values: dict[str, Any] = {}
-        for name in FIELDS:
-            group, _, key = name.rpartition(".")
-            node = values.setdefault(group, {}) if group else values
-            node[key] = getattr(getattr(self, group) if group else self, key)
-        return values
+        groups = by_group(self.flat())
+        return groups.pop("") | groups
 
     def flat(self) -> dict[str, Any]:
         """Returns the fields of the config by dotted name, {"model.num_layers": 4, ..}."""
-        groups = {"": self} | {group: getattr(self, group) for group in GROUPS}
-        return {name: getattr(groups[group_of(name)], name.split(".")[-1]) for name in FIELDS}
+        return {name: operator.attrgetter(name)(self) for name in FIELDS}
 
     def replace(self, fields: dict[str, Any]) -> "Spec":
         """Returns the spec with other values of fields, by dotted name; it is checked again."""
-        groups: dict[str, dict[str, Any]] = {}
-        for name, value in fields.items():
-            group, _, key = name.rpartition(".")
-            groups.setdefault(group, {})[key] = value
+        groups = by_group(fields)
         changed = groups.pop("", {})
         for group, values in groups.items():
             changed[group] = dataclasses.replace(getattr(self, group), **values)
@@ -258,22 +204,22 @@ GROUPS = {
 }
 
 
-def group_of(name: str) -> str:
-    """Returns the group of a field by dotted name; "" for fields of the run itself."""
-    return name.rpartition(".")[0]
-
-
-def _fields_of_config() -> dict[str, dataclasses.Field]:
-    fields = {}
-    for group, kind in {"": Spec, **GROUPS}.items():
-        for field in dataclasses.fields(kind):
-            if "meaning" in field.metadata:
-                fields[f"{group}.{field.name}".lstrip(".")] = field
-    return fields
+def by_group(fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns fields by dotted name as those of each group, "" for the run itself."""
+    groups = {}
+    for name, value in fields.items():
+        group, _, key = name.rpartition(".")
+        groups.setdefault(group, {})[key] = value
+    return groups
 
 
 # Every field of a config, by dotted name.
-FIELDS = _fields_of_config()
+FIELDS = {
+    f"{group}.{field.name}".lstrip("."): field
+    for group, kind in {"": Spec, **GROUPS}.items()
+    for field in dataclasses.fields(kind)
+    if "meaning" in field.metadata
+}
 
 
 def check_run(fields: dict[str, Any]) -> None:
@@ -284,13 +230,16 @@ def check_run(fields: dict[str, Any]) -> None:
     for name, field in FIELDS.items():
         check_field(f"config.{name}", fields[name], field)
 
-    def require(name: str, holds: bool, problem: str) -> None:
+    def require(name, holds, problem):
         if not holds:
             raise usage_error(f"config.{name}", fields[name], problem)
 
     accumulation, steps = fields["accumulation"], fields["num_steps"]
     multiple = f"must be a multiple of accumulation={accumulation}"
     require("batch_size", fields["batch_size"] % accumulation == 0, multiple)
+    rate, final = fields["optimizer.learning_rate"], fields["optimizer.final_learning_rate"]
+    problem = f"must be in [0, optimizer.learning_rate={rate}]"
+    require("optimizer.final_learning_rate", 0 <= final <= rate, problem)
     profile = fields["profile"]
     two_steps = len(profile) == 2 and all(isinstance(step, int) for step in profile)
     in_run = two_steps and 1 <= profile[0] <= profile[1] <= steps
@@ -333,7 +282,7 @@ def _identity(fields: dict[str, Any]) -> dict[str, Any]:
     tokenizer counts by its name: a run may be moved, and its tokens have a fingerprint.
     """
     sources = [
-        {key: value for key, value in source.items() if not _is_place(key)}
+        {key: source[key] for key in source if key == "weight" or not may_change(f"data.{key}")}
         for source in fields["data.mixture"]
     ]
     tokenizer = os.path.basename(fields["data.tokenizer"].rstrip("/"))
@@ -342,8 +291,3 @@ def _identity(fields: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value for name, value in fields.items() if not may_change(name) and name not in free
     }
-
-
-def _is_place(key: str) -> bool:
-    """Returns whether a field of a source may change, as places do."""
-    return key != "weight" and may_change(f"data.{key}")

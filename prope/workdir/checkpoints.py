@@ -52,7 +52,7 @@ def list_steps(workdir: epath.PathLike) -> list[int]:
 def finished_steps(directory: epath.Path) -> list[int]:
     """Lists the steps of a folder of checkpoints, as this process sees them."""
 
-    def finished() -> list[int]:
+    def finished():
         # When all is written, a folder gets its name, and one at a URL its hashes.json.
         folders = [path for path in directory.iterdir() if path.name.isdecimal()]
         return [int(path.name) for path in folders if not is_url(path) or (path / HASHES).exists()]
@@ -94,7 +94,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         """
         self.directory = absolute(workdir) / "checkpoints"
         self._saving = 0  # the last step saved
-        self._hashes: dict[str, Any] = {}  # hashes of its items
+        self._hashes = {}  # hashes of its items
         self._unchecked = False  # whether that save may have failed in the background
         self._steps = list_steps(workdir)  # once: each step at a URL is a request
         if is_url(self.directory) and processes.is_first():
@@ -264,7 +264,7 @@ def _preservation_policy(keep: CheckpointSpec | None, stable: int):
 
 
 def _hash_items(config: dict, data: dict, arrays: dict[str, Any]) -> dict[str, Any]:
-    hashes: dict[str, Any] = {item: array_hashes(tree) for item, tree in arrays.items()}
+    hashes = {item: array_hashes(tree) for item, tree in arrays.items()}
     shapes = {item: array_shapes(tree) for item, tree in arrays.items()}
     return hashes | {"config": hash_json(config), "data": hash_json(data), "shapes": shapes}
 
@@ -272,7 +272,7 @@ def _hash_items(config: dict, data: dict, arrays: dict[str, Any]) -> dict[str, A
 def _chunks(params):
     """Returns how parameters are cut in a checkpoint: layers apart, so that one is read alone."""
 
-    def cut(path, _) -> ocp.SaveArgs:
+    def cut(path, _):
         axes = (0,) if path[0].key == "layers" else ()
         return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=axes)
 

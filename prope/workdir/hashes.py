@@ -30,8 +30,10 @@ def array_hashes(tree) -> dict[str, list[int]]:
 
 def array_shapes(tree) -> dict[str, str]:
     """Describes the arrays of a tree, or their shapes, by path: {"['a']['b']": "float32[9, 4]"}."""
-    leaves = tree_leaves_with_path(tree)
-    return {keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+    return {
+        keystr(path): f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in tree_leaves_with_path(tree)
+    }
 
 
 def hash_on_host(array: np.ndarray, first: int = 0) -> int:
@@ -50,8 +52,7 @@ def hash_on_host(array: np.ndarray, first: int = 0) -> int:
         mixed *= (factors[: mixed.size] + offset) | 1
         mixed ^= mixed >> 13
         total += int(mixed.sum(dtype=np.uint64))
-        total %= 2**32
-    return total
+    return total % 2**32
 
 
 def hash_json(value) -> str:

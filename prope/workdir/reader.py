@@ -45,8 +45,7 @@ class Damaged(UsageError):
 
 def write_hashes(folder: epath.Path, hashes: dict[str, Any]) -> None:
     """Writes a checkpoint's hashes.json: `hashes` of its items by name, and their own hash."""
-    sealed = {"items": hashes, "hash": hash_json(hashes)}
-    write_atomic(folder / HASHES, json.dumps(sealed))
+    write_atomic(folder / HASHES, json.dumps({"items": hashes, "hash": hash_json(hashes)}))
 
 
 class CheckpointReader:
@@ -58,13 +57,13 @@ class CheckpointReader:
     def __init__(self, folder: epath.PathLike):
         """Reads and verifies the JSON items."""
         self._folder = absolute(folder)
-        self._stores: dict[tuple, ts.TensorStore] = {}  # by item and key path
+        self._stores = {}  # by item and key path
         # Its cache holds the indices of an item, so that its arrays do not each read them again.
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": 2**24}})
         items = processes.call_on_first(self._read_items)
         if "damaged" in items:
             raise Damaged(items["damaged"])
-        self._hashes: dict[str, Any] = items["hashes"]
+        self._hashes = items["hashes"]
         self.data: dict[str, Any] = items["data"]
         self.spec: Spec = spec_from_dict(items["config"]["config"])
         self.init_hash: str = items["config"]["init_hash"]
@@ -107,9 +106,8 @@ class CheckpointReader:
         """
         self.check(**abstract)
 
-        def read_sharded(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-            item = path[0].key
-            read = functools.partial(self._read_slice, item, path[1:], leaf)
+        def read_sharded(path, leaf):
+            read = functools.partial(self._read_slice, path[0].key, path[1:], leaf)
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
 
         with processes.raise_on_all(Damaged):  # before all hash together
@@ -154,7 +152,7 @@ class CheckpointReader:
         With `layer`, only that layer is read, and verified.
         """
 
-        def read_verified(keys, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        def read_verified(keys, leaf):
             full_path = (*map(DictKey, path), *keys)
             hashes = self._hashes["params"][keystr(full_path)]
             if layer is None:
@@ -176,7 +174,7 @@ class CheckpointReader:
         Where `index` is None the array is opened only.
         """
 
-        def read() -> np.ndarray | None:
+        def read():
             try:
                 store = self._open(item, path, leaf)
                 return None if index is None else store[index].read().result()

@@ -42,11 +42,11 @@ def find_evaluations(records: Iterable[dict], **fields) -> list[dict]:
     out, unless fields has one.
     """
     fields = {"encoding": None, "window": None, "sinks": None, "changed": None} | fields
-
-    def has_values(record: dict) -> bool:
-        return all(record.get(name) == value for name, value in fields.items())
-
-    return list(filter(has_values, records))
+    return [
+        record
+        for record in records
+        if all(record.get(name) == value for name, value in fields.items())
+    ]
 
 
 def evaluations_of_training(
@@ -58,19 +58,15 @@ def evaluations_of_training(
     and has the fingerprint of its documents. `encoding` is the run's own (None), or UNCONVERTED.
     """
     find = functools.partial(find_evaluations, encoding=encoding)
-    dataset = spec.data.dataset
-    records = find(records, step=step, dataset=dataset, seq_len=spec.data.seq_len)
+    records = find(records, step=step, dataset=spec.data.dataset, seq_len=spec.data.seq_len)
     limited = find(records, max_windows=spec.eval.max_windows)
-    oldest_first = limited or records
-    if not oldest_first:
-        return []
-    return find(records, fingerprint=oldest_first[0].get("fingerprint"))
+    fingerprints = [record.get("fingerprint") for record in limited or records]
+    return find(records, fingerprint=fingerprints[0]) if fingerprints else []
 
 
 def find_evaluation(records: Iterable[dict], **fields) -> dict | None:
     """Returns the record with these values and the most windows; of several, the newest."""
-    matching = find_evaluations(records, **fields)
-    newest_first = reversed(matching)
+    newest_first = reversed(find_evaluations(records, **fields))
     return max(newest_first, key=lambda record: record.get("windows", 0), default=None)
 
 

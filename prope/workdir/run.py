@@ -50,7 +50,7 @@ class Run:
         self._steps = steps
         self._remedy = remedy
         self.checkpoint = CheckpointReader(workdir / "checkpoints" / str(self.step))
-        self.init_hash: str = self.checkpoint.init_hash
+        self.init_hash = self.checkpoint.init_hash
         disagreement = f"{workdir}: config.json and checkpoint {self.step} disagree"
         check_same(spec, self.checkpoint.spec, disagreement)
         self.checkpoint.check(params=self.checkpoint.shapes)
@@ -61,7 +61,7 @@ class Run:
         Where --step named this one, no other is tried. Raises UsageError where all are damaged.
         """
 
-        def read_one(step: int) -> tuple[Run, Any]:
+        def read_one(step):
             run = self if step == self.step else Run(self.workdir, self.spec, [step])
             return run, read(run)
 
@@ -102,7 +102,7 @@ def open_run(workdir: epath.PathLike, step: int | None = None) -> Run:
         remedy = f"--step={step} names it; the run also has {others or 'no other'}"
         steps = [step]
 
-    def open_at(newest: int) -> Run:
+    def open_at(newest):
         older = [step for step in reversed(steps) if step <= newest]
         return Run(path, spec, older, remedy)
 
@@ -192,24 +192,41 @@ def _note_saved(path: epath.Path, lease: Lease | None) -> None:
         lease.saved = max(finished_steps(path / "checkpoints"), default=lease.saved)
 
 
-def find_runs(workdir: epath.PathLike) -> list[epath.Path]:
+def find_runs(workdir: epath.PathLike, flag: str = "--workdir") -> list[epath.Path]:
     """Finds the run in a directory, or all below it, by path: folders with a config.json.
 
     Raises UsageError where there is none.
     """
 
-    def find(folder: epath.Path) -> Iterator[epath.Path]:
+    def find(folder):
         if (folder / "config.json").exists():
             yield folder  # nothing within a run is another
         elif folder.is_dir():
             for below in sorted(folder.iterdir()):
                 yield from find(below)
 
-    runs = list(find(as_path("--workdir", workdir)))
+    runs = list(find(as_path(flag, workdir)))
     if not runs:
         problem = "no run there (no config.json), nor below it"
-        raise usage_error("--workdir", workdir, problem, _REMEDY)
+        raise usage_error(flag, workdir, problem, _REMEDY)
     return runs
+
+
+def find_listed(text: str) -> list[epath.Path]:
+    """Finds the runs that --runs names, and all below its folders; names of runs may hold commas.
+
+    Raises UsageError for a place that is not there, or has no run.
+    """
+    parts = text.split(",")
+    found = {}
+    while parts:
+        for end in range(len(parts), 0, -1):
+            place = as_path("--runs", ",".join(parts[:end]))
+            if place.exists():
+                break
+        found |= dict.fromkeys(find_runs(place, "--runs"))
+        del parts[:end]
+    return list(found)
 
 
 def read_config(workdir: epath.Path) -> Spec | None:
@@ -249,9 +266,10 @@ def write_config(workdir: epath.Path, spec: Spec) -> None:
 
 def check_same(spec: Spec, other: Spec, message: str, remedy: str = "") -> None:
     """Raises UsageError with every field in which `other` is another run than `spec`."""
-    differing = differences(spec.flat(), other.flat())
+    differing = "; ".join(differences(spec.flat(), other.flat()))
     if differing:
-        raise UsageError(f"{message} ({'; '.join(differing)}){remedy}")
+        hint = "; after @ stands a hash of the function's file" if "@" in differing else ""
+        raise UsageError(f"{message} ({differing}{hint}){remedy}")
 
 
 def check_disk(

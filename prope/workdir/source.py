@@ -75,9 +75,3 @@ def spec_before(spec: Spec, source: Run) -> Spec:
     # The chosen kernel may not be for the layers before.
     encoding |= {"attention": "auto", "global_attention": None}
     return dataclasses.replace(spec, model=dataclasses.replace(spec.model, **encoding))
-
-
-def read_params(source: Run, abstract):
-    """Reads the parameters of the run that another begins from, sharded as `abstract`."""
-    _, params = source.restore_newest_valid(lambda run: run.params(abstract))
-    return params

@@ -449,7 +449,7 @@ def analyse_on(run, shape):
         found = analysis.analyse(run, options)
         batches = 1 if size == 1 else -(-ROWS // (data * fsdp))
         assert len(walks[-1].enter()) == batches
-        linear = walks[-1]._layer_params(1)["mlp"]["linear"]
+        linear = walks[-1]._params(("layers",), 1)["mlp"]["linear"]
         shard = linear.addressable_shards[0].data
         assert shard.size * fsdp * tensor == linear.size, "not sharded"
     return found

@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from support import theory
 from support.heads import head_weights
 from support.models import scaled_attention
 
 from prope import apply_p_rope
-from prope.analysis import theory
 from prope.rope import frequencies
 
 HEAD_DIM = 256

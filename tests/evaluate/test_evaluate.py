@@ -199,14 +199,15 @@ def test_the_standard_error_is_the_spread_over_many_samples():
         tokens = rng.geometric(1 / 50, 80)
         level = 3 + 0.3 * rng.standard_normal(80) + tokens / 100
         loss = tokens * level + rng.standard_normal(80) * np.sqrt(tokens)
-        mean, stderr = statistics.mean_and_stderr(loss, tokens)
+        mean, stderr = statistics.mean_and_stderr(loss, tokens, np.zeros(80, int), [1.0])
         means.append(mean)
         errors.append(stderr)
         naive.append(1 / math.sqrt(tokens.sum()))
     spread = np.std(means)
     assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(spread, rel=0.04)
     assert np.mean(naive) < 0.5 * spread
-    assert statistics.mean_and_stderr(np.array([6.0, 0.0]), np.array([2, 0])) == (3.0, None)
+    empty = (np.array([6.0, 0.0]), np.array([2, 0]), np.zeros(2, int), [1.0])
+    assert statistics.mean_and_stderr(*empty) == (3.0, None)
 
 
 def test_saved_sums_are_added_up_in_float64():
@@ -217,8 +218,10 @@ def test_saved_sums_are_added_up_in_float64():
     loss = (tokens * level).astype(np.float32)
     exact = loss.astype(np.float64)
     weights = tokens.astype(np.float64)
-    expected = statistics.mean_and_stderr(exact, weights)
-    assert statistics.mean_and_stderr(loss, tokens) == pytest.approx(expected, rel=1e-9)
+    one_source = (np.zeros(len(tokens), int), [1.0])
+    expected = statistics.mean_and_stderr(exact, weights, *one_source)
+    actual = statistics.mean_and_stderr(loss, tokens, *one_source)
+    assert actual == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.slow

@@ -56,13 +56,18 @@ def test_holm_is_the_closed_test_of_bonferroni():
 # --- Documents ------------------------------------------------------------------------------------
 
 
+def of_one(count):
+    """Which source each of `count` documents has, and the sources' shares: there is one."""
+    return np.zeros(count, int), (1.0,)
+
+
 def test_where_seeds_agree_documents_vary_as_the_jackknife_finds():
     """Equal variances over seeds and documents have twice the degrees of one (Satterthwaite)."""
     rng = np.random.default_rng(3)
     tokens = rng.integers(100, 2000, 50)
     loss = rng.normal(0, 0.1, 50) * tokens
     source = np.repeat([0, 1], 25)
-    for labels, shares in ((None, (1.0,)), (source, (0.3, 0.7))):
+    for labels, shares in (of_one(50), (source, (0.3, 0.7))):
         mean, stderr = statistics.mean_and_stderr(loss, tokens, labels, shares)
         arguments = (np.stack([loss] * 31), tokens, labels, shares)
         (exact,) = {statistics.over_documents(Difference(mean, 0.0, 31), *arguments)}
@@ -72,7 +77,7 @@ def test_where_seeds_agree_documents_vary_as_the_jackknife_finds():
         assert both.stderr == pytest.approx(stderr * 2**0.5)
         assert both.degrees == pytest.approx(4 / (1 / 30 + 1 / exact.degrees))
     one = Difference(0.2, 0.01, 3)
-    assert statistics.over_documents(one, np.ones((3, 1)), tokens[:1]) is None
+    assert statistics.over_documents(one, np.ones((3, 1)), tokens[:1], *of_one(1)) is None
 
 
 def test_documents_without_tokens_do_not_count():
@@ -93,7 +98,8 @@ def test_documents_without_tokens_do_not_count():
 def test_where_only_seeds_differ_documents_add_nothing():
     tokens = np.random.default_rng(4).integers(100, 2000, 50)
     seeds = average_seeds([0.1, 0.2, 0.4])
-    both = statistics.over_documents(seeds, np.array([[0.1], [0.2], [0.4]]) * tokens, tokens)
+    loss = np.array([[0.1], [0.2], [0.4]]) * tokens
+    both = statistics.over_documents(seeds, loss, tokens, *of_one(50))
     assert both[:4] == pytest.approx(seeds[:4])
 
 
@@ -153,7 +159,8 @@ def test_intervals_over_seeds_and_documents_cover_the_difference(parts, seeds, d
         by_document = by_document + rng.normal(0, of_both, (seeds, documents))
         sums = by_document * tokens
         over_seeds = average_seeds(list(sums.sum(axis=1) / tokens.sum()))
-        low, high = statistics.over_documents(over_seeds, sums, tokens).interval()
+        both = statistics.over_documents(over_seeds, sums, tokens, *of_one(documents))
+        low, high = both.interval()
         covered += low <= 0 <= high
     print(parts, seeds, documents, covered / trials)
     assert_share(covered / trials, trials, 0.93, 0.97)

@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 from support.commands import refusal
 from support.exchange import edit, save, stored
-from support.models import same
+from support.models import num_parameters, same
 from support.runs import SIZES, make_run
 from support.text import articles
 
 from prope import model
-from prope.cost.flops import num_parameters
 from prope.errors import UsageError
 from prope.hf import exporter, importer, layout
 from prope.hf import tensors as tensor_files

@@ -10,11 +10,10 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 from support.commands import ROOT
-from support.models import initial_params, leaves_by_path, small
+from support.models import initial_params, leaves_by_path, num_parameters, small
 
 from prope import model, parameters, sharding
 from prope.config import resolve
-from prope.cost.flops import num_parameters
 
 SWITCHES = {"use_qk_norm": True, "qkv_bias": True, "post_norms": True, "tied": False}
 FSDP = ("fsdp", "context")

@@ -16,6 +16,11 @@ from prope.spec.model import ModelSpec
 from support.bounds import MULTIPLE, assert_equal_but_rounding, measure_rounding
 
 
+def num_parameters(params):
+    """Counts the scalars in a tree of arrays or shapes."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
 def needs_dtype(dtype):
     """Skips a test where XLA compiles no program of a dtype: float16 on a CPU without F16C."""
     try:

@@ -223,7 +223,7 @@ def test_another_dtype_is_not_damage(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "names", [(), ("extra_layernorm",), ("input_layernorm",)], ids=["none", "unknown", "taken"]
+    "names", ["", "extra_layernorm", "input_layernorm"], ids=["none", "unknown", "taken"]
 )
 def test_a_parameter_that_transformers_does_not_read_is_not_exported(tmp_path, monkeypatch, names):
     row = TABLE["layers/pre_ffw_norm/scale"]._replace(hf_names=names)
