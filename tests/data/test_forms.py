@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 
 import numpy as np
 import pyarrow as pa
@@ -200,6 +201,16 @@ def test_a_damaged_page_is_one_bad_row(tmp_path, monkeypatch):
     assert "/a.parquet: is damaged or cut short" in refusal(open_store, data, 260)
     store = open_store(data_config(tmp_path, "files", tmp_path / "text", max_bad_rows=1), 260)
     assert 700 < store.count("documents", "all") < 810 and len(store.index["bad_rows"]) == 1
+
+
+def test_a_row_group_may_be_larger_than_the_memory(tmp_path):
+    (tmp_path / "text").mkdir()
+    texts = [os.urandom(500).hex() for _ in range(20_000)]
+    write_parquet(tmp_path / "text", texts, rows=len(texts))
+    before = pa.total_allocated_bytes()
+    source = find_source(data_config(tmp_path, "files", tmp_path / "text"))
+    held = [pa.total_allocated_bytes() - before for _ in source.documents()]
+    assert len(held) == 20_000 and max(held) < 8e6 < sum(map(len, texts)) / 2
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,14 @@ import pathlib
 import signal
 import threading
 import zlib
+from collections.abc import Iterator
 from multiprocessing.synchronize import Event
 from typing import BinaryIO
 
 import numpy as np
 
 from prope.data.sources.base import Chunk, cut_words
-from prope.data.store.arrays import COUNTS, element_dtype, prompt_bit
+from prope.data.store.arrays import COUNTS, SHARD, element_dtype, prompt_bit
 from prope.data.store.split import SplitRule
 from prope.data.tokenizer import load_tokenizer
 from prope.errors import RunFailed
@@ -126,16 +127,19 @@ def pack(chunk: Chunk, folder: pathlib.Path, number: int) -> dict:
 
 def read_elements(
     folder: pathlib.Path, number: int, split: str, record: dict, dtype: np.dtype
-) -> np.ndarray:
-    """Returns the elements of a chunk, which stay on the disk until they are looked at.
+) -> Iterator[np.ndarray]:
+    """Yields the elements of a chunk in parts.
 
-    A file that is not what was written, as after a power failure, is dropped: RunFailed.
+    A file that is not what was written, as after a power failure, is dropped: RunFailed at its end.
     """
     path = folder / f"{number}.{split}"
-    count = path.stat().st_size // dtype.itemsize if path.exists() else 0
-    elements = np.memmap(path, dtype, "r", shape=count) if count else np.empty(0, dtype)
-    if zlib.crc32(elements) != record[split]["crc"]:
+    crc = 0
+    if path.exists():
+        with path.open("rb") as file:
+            while len(elements := np.fromfile(file, dtype, SHARD)):
+                crc = zlib.crc32(elements, crc)
+                yield elements
+    if crc != record[split]["crc"]:
         (folder / f"{number}.json").unlink(missing_ok=True)
         problem = f"chunk {number} is damaged and was dropped"
         raise RunFailed(f"{folder}: {problem}; run the same command again")
-    return elements
