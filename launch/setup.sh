@@ -1,8 +1,8 @@
 # shellcheck shell=bash
 # Creates .venv in the clone, installs the pinned versions and activates it; source it from the clone's folder.
 #   source launch/setup.sh [EXTRA]
-#   EXTRA   test, tpu, gpu, plan-gpu, gcs, tensorboard, wandb, hf or real, or "" for none; by default PROPE_EXTRA or, where that is not set,
-#           gpu where nvidia-smi lists a GPU whose driver CUDA 13 accepts, tpu on a TPU VM, else none
+#   EXTRA   test, tpu, gpu, plan-gpu, gcs, tensorboard, wandb, hf or real, or "" for none; by default PROPE_EXTRA or,
+#           where that is not set, gpu where nvidia-smi lists a GPU whose driver CUDA 13 accepts, tpu on a TPU VM, else none
 # If nothing has changed a second call takes milliseconds. PYTHON names the interpreter; by default it is the first of
 # python3, python3.13, python3.12 and python3.11 that is new enough.
 

@@ -164,11 +164,18 @@ def test_every_script_answers_help_and_refuses_what_it_does_not_know(path):
             assert word in refused(launch(path.name, *NEEDED.get(path.name, []), word))
 
 
-def test_training_imports_only_what_it_uses():
-    loaded = run("-c", "import prope.train, sys; print(*sys.modules)").stdout.split()
-    assert "jax" in loaded and "orbax.checkpoint" in loaded
+def test_a_run_imports_only_what_it_uses(tmp_path, cache_dir, monkeypatch):
+    monkeypatch.setenv("PROPE_CACHE", str(cache_dir))
+    flags = ["--config=configs/quickstart.py:tiny", f"--workdir={tmp_path}/run"]
+    flags += ["--config.num_steps=1", "--config.eval.max_windows=4", "--config.log_to=csv"]
+    code = "import runpy, sys; runpy.run_module('prope.train', run_name='__main__')"
+    done = run("-c", f"{code}; print(*sys.modules)", *flags)
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert {"jax", "orbax.checkpoint"} <= loaded
     unused = {"torch", "tensorboard", "tensorboardX", "tensorflow_datasets", "matplotlib", "scipy"}
-    assert not {*unused, "jinja2"} & set(loaded)
+    unused |= {"tensorflow", "transformers", "pandas", "pyarrow", "wandb", "jinja2"}
+    assert not unused & loaded
     assert not [name for name in loaded if name.startswith("google.cloud.")]
 
 
