@@ -2,6 +2,7 @@
 # Trains a small p-RoPE decoder on a laptop, draws its loss curve, samples from it and evaluates it.
 #   bash launch/quickstart.sh [WORKDIR]
 #   WORKDIR   directory of the run, by default runs/quickstart below the clone
+# It trains on the GPU or TPU that setup.sh finds; PROPE_EXTRA= trains on the CPU.
 # The text is Python's own documentation. Rerun it to resume an interrupted run; remove WORKDIR to train anew.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
@@ -11,7 +12,8 @@ shift "$parsed"
 workdir=${1:-runs/quickstart}
 refuse_arguments "${@:2}"
 cd "$ROOT"
-source launch/setup.sh ""
+set -- # setup.sh would read them
+source launch/setup.sh
 
 python -m prope.train --config=configs/quickstart.py --workdir="$workdir"
 python -m prope.report --workdir="$workdir"

@@ -1,12 +1,37 @@
 # shellcheck shell=bash
 # Creates .venv in the clone, installs the pinned versions and activates it; source it from the clone's folder.
 #   source launch/setup.sh [EXTRA]
-#   EXTRA   test, tpu, gpu, plan-gpu, gcs, tensorboard, wandb, hf or real; none by default
+#   EXTRA   test, tpu, gpu, plan-gpu, gcs, tensorboard, wandb, hf or real, or "" for none; by default PROPE_EXTRA or, where that is not set,
+#           gpu where nvidia-smi lists a GPU whose driver CUDA 13 accepts, tpu on a TPU VM, else none
 # If nothing has changed a second call takes milliseconds. PYTHON names the interpreter; by default it is the first of
 # python3, python3.13, python3.12 and python3.11 that is new enough.
 
+# Sets `extra` to what this machine needs, and says so in a line. TPUs are known by their PCI ids, as in JAX.
+prope_choose_extra() {
+  local gpus driver device ids='0x(0027|0056|005e|0062|0063|006f|0076)' chips=0
+  gpus=$(timeout 20 nvidia-smi -L 2>/dev/null | grep -c '^GPU ') || true
+  while read -r device; do
+    device=/sys/bus/pci/devices/$device
+    if [[ $(<"$device/vendor") == 0x1ae0 && $(<"$device/device") =~ ^$ids$ ]]; then
+      chips=$((chips + 1))
+    fi
+  done < <(ls /sys/bus/pci/devices 2>/dev/null)
+  if ((gpus)); then
+    driver=$(timeout 20 nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || true
+    if [[ $driver =~ ^[0-9]+\. ]] && ((${driver%%.*} < 580)); then
+      echo "no extra: the driver $driver of the GPU is older than 580, which CUDA 13 needs" >&2
+      return
+    fi
+    extra=gpu
+    echo "the extra gpu, as nvidia-smi lists $gpus GPU$( ((gpus == 1)) || echo s); for none: source launch/setup.sh \"\"" >&2
+  elif ((chips)); then
+    extra=tpu
+    echo "the extra tpu, as this machine has $chips TPU chip$( ((chips == 1)) || echo s); for none: source launch/setup.sh \"\"" >&2
+  fi
+}
+
 prope_setup() {
-  local extra=${1:-} python wanted stamp candidates pip what
+  local extra=${1-${PROPE_EXTRA-}} python wanted stamp candidates pip what
   if [[ $extra == --help || $extra == -h ]]; then
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]:-launch/setup.sh}"
     return
@@ -20,6 +45,7 @@ prope_setup() {
     echo "error: $PWD: is not the folder of a clone of prope; go there, then: source launch/setup.sh" >&2
     return 2
   fi
+  (($# > 0)) || [[ -n ${PROPE_EXTRA+set} ]] || prope_choose_extra
   wanted="$(cat pyproject.toml launch/constraints.txt | cksum) $extra"
   stamp=".venv/installed${extra:+-$extra}"
   if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then

@@ -4,11 +4,14 @@
     python launch/sweep.py --config=configs/quick_sweep.py --workdir=W --grid=seed=0,1
     python launch/sweep.py .. --launcher="sbatch --wait --nodes=8 .. launch/slurm.sbatch --"
 
-The runs are trained here one after the other, in W/rope_percentage=0.25 and so on. Rerun the same
-command to skip finished runs and resume the others; more values add runs. Several --grid sweep the
-product of their values; without --grid the config file's own grid is used, its get_sweep().
---config.FIELD=VALUE applies to every run, as does --init_from. --init_from="S/seed={seed}" begins
-each run from that of its own seed.
+The runs are trained here one after the other, or --jobs=N at a time, in W/rope_percentage=0.25 and
+so on. Rerun the same command to skip finished runs and resume the others; more values add runs.
+Several --grid sweep the product of their values; without --grid the config file's own grid is used,
+its get_sweep(). --config.FIELD=VALUE applies to every run, as does --init_from.
+--init_from="S/seed={seed}" begins each run from that of its own seed.
+
+Each of N runs at a time has an equal share of the GPUs (CUDA_VISIBLE_DEVICES) or, without any, of
+the cores, and its name before the lines of its log. Programs that are compiled once are shared.
 
 --launcher hands the command of each run to another command, as its last words. Where the launcher
 has {command}, that becomes the run's command as one text, quoted for a shell; {name} becomes a
@@ -43,6 +46,8 @@ def define_flags() -> None:
     )
     begin = "start every run from the parameters of this one; {seed} becomes the run's seed"
     command.define_place("init_from", begin, by_seed=True)
+    at_a_time = "runs that are trained here at a time"
+    flags.DEFINE_integer("jobs", 1, at_a_time, lower_bound=1)
     flags.DEFINE_boolean("dry-run", False, "print the commands, one per line, and run nothing")
     flags.mark_flags_as_required(["config", "workdir"])
 
@@ -69,6 +74,7 @@ def main() -> dict:
         launcher=FLAGS.launcher,
         dry_run=FLAGS["dry-run"].value,
         init_from=FLAGS.init_from,
+        jobs=FLAGS.jobs,
     )
 
 

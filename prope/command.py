@@ -83,7 +83,7 @@ def run(
             from prope.runtime.environment import check_environment
 
             check_environment()
-            if not _accelerators():
+            if not accelerators():
                 from prope.runtime.memory import reuse_memory
 
                 reuse_memory()
@@ -152,7 +152,7 @@ def _check_platforms() -> None:
     find = importlib.util.find_spec
     asked = os.environ.get("JAX_PLATFORMS")
     installed = [name for name in _PLUGINS if any(map(find, _PLUGINS[name]))]
-    if not asked and installed and not _accelerators():
+    if not asked and installed and not accelerators():
         os.environ["JAX_PLATFORMS"] = "cpu"
     if asked:  # what JAX logs, with tracebacks, it also raises
         logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)
@@ -180,7 +180,7 @@ def _describe_error(error: Exception) -> tuple[str, int]:
     return f"{kind}: {known}", known.code
 
 
-def _accelerators() -> list[pathlib.Path]:
+def accelerators() -> list[pathlib.Path]:
     """Lists the device files of TPUs and GPUs; none where JAX is told to use the CPU."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return []

@@ -117,9 +117,9 @@ def read_pairs(field: str, path: str) -> str:
     """Returns `config.model.rope_pairs` of a file that prope.choose has written."""
     from prope.runtime.files import parse_json, read_text
 
-    remedy = "give the pairs.json of prope.choose"
+    remedy = "give the pairs.json of prope.choose, or its pairs as text, as in config.json of a run"
     try:
-        content = parse_json(read_text(field, path, remedy))
+        content = parse_json(read_text(field.removeprefix("--"), path, remedy))
         return str(content["rope_pairs"])
     except (ValueError, TypeError, KeyError) as error:
         problem = f"is no file of chosen pairs: {type(error).__name__} {error}"
@@ -128,18 +128,25 @@ def read_pairs(field: str, path: str) -> str:
 
 def _call_for_layers(fields: dict[str, Any]) -> tuple:
     """Calls the function that rope_type names, with (head_dim, layer), for every layer."""
+    from prope.encodings import custom_frequencies
+
     field, name = "config.model.rope_type", fields["model.rope_type"]
     function = load_function(field, name)
     layers = []
     kinds = repeat_pattern(fields["model.layer_types"], fields["model.num_layers"])
     for number, kind in enumerate(kinds):
         wide = None if kind == SLIDING else fields["model.global_head_dim"]
+        head_dim = wide or fields["model.head_dim"]
         try:
-            rows = function.call(wide or fields["model.head_dim"], number)
-            layers.append(rows.tolist() if hasattr(rows, "tolist") else rows)
-        except Exception as error:
+            numbers = function.call(head_dim, number)
+        except (Exception, SystemExit) as error:
             problem = f"layer {number}: {function.describe(error)}"
             raise usage_error(field, name, problem, "mend the function") from error
+        try:
+            layers.append(custom_frequencies(head_dim, numbers).tolist())
+        except ValueError as error:
+            problem = str(error).replace("rope_frequencies", f"layer {number}", 1)
+            raise usage_error(field, name, problem, "mend the function") from None
     return tuple(layers)
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from prope.rope import frequencies, num_rotated_pairs, rotation_table
 
@@ -89,15 +90,16 @@ def rope_id_frequencies(head_dim: int, length: int) -> np.ndarray:
     return np.pad(freqs, (0, rotated))
 
 
-def custom_frequencies(head_dim: int, numbers: tuple) -> np.ndarray:
+def custom_frequencies(head_dim: int, numbers: ArrayLike) -> np.ndarray:
     """Returns the numbers of one layer, [P], or [K, P] for its key heads."""
     try:
-        freqs = np.array(numbers, np.float64)
-    except (TypeError, ValueError):  # ragged, or no numbers
+        freqs = np.asarray(numbers).astype(np.float64, casting="same_kind")
+    except (TypeError, ValueError):  # ragged, or no real numbers
         freqs = np.empty(0)
     if freqs.ndim not in (1, 2) or freqs.shape[-1] != head_dim // 2:
         problem = f"a layer needs {head_dim // 2} numbers, or as many for each of its key heads"
-        raise ValueError(f"rope_frequencies: {problem}; got {numbers!s:.60}")
+        shown = " ".join(repr(numbers).split())
+        raise ValueError(f"rope_frequencies: {problem}; got {shown:.60}")
     if not ((freqs >= 0) & (freqs < 2 * math.pi)).all():
         problem = "radians per token must be in [0, 2 pi), where 0 does not rotate"
         raise ValueError(f"rope_frequencies: {problem}; got {freqs.min():g} to {freqs.max():g}")

@@ -29,7 +29,7 @@ _SHORT += ("bits_per_byte",)
 def define_flags() -> None:
     """Defines the command's flags."""
     options.define_flags("eval.jsonl")
-    windows = "number of windows, evenly spread, longer ones of more text; all by default"
+    windows = "windows, evenly spread; longer ones have more text"
     flags.DEFINE_integer("max_windows", None, windows, lower_bound=1)
     tokens = "tokens, evenly spread, the same ones at every --seq_len"
     flags.DEFINE_integer("max_tokens", None, tokens, lower_bound=1)

@@ -60,7 +60,8 @@ def check_extension(spec: Spec, before: Spec, step: int) -> None:
     if not is_same.all():
         last = is_same.argmin()
         problem = f"checkpoint {step} had other learning rates from step {last + 1} on"
-        remedy = f"copy --workdir without its checkpoints after step {last}, and go on in the copy"
+        remedy = "keep num_steps and optimizer.decay_share, or go on in a copy of --workdir "
+        remedy += f"without its checkpoints after step {last}"
         raise usage_error("config.num_steps", spec.num_steps, problem, remedy)
 
 

@@ -24,10 +24,11 @@ from prope.model import Captured
 from prope.pages.analysis import stack_rows
 from prope.pages.drawing import Picture, height, label_ticks, panels, show_image
 from prope.runtime import processes
-from prope.runtime.files import as_path, read_json, write_atomic
+from prope.runtime.files import parse_json, read_text, write_atomic
 from prope.sharding import constrain
 from prope.spec.layers import format_pairs
 from prope.spec.model import ModelSpec
+from prope.workdir.records import SAME_WINDOWS
 from prope.workdir.run import Run, open_run
 
 # --- Rules: functions of the norms of queries and keys, the frequencies, [K, P], and distances [S]
@@ -71,24 +72,24 @@ RULES: dict[str, Callable] = {rule.__name__: rule for rule in (change, norm, fas
 def score_pairs(model: ModelSpec, norms: list[dict], rule: str, T: int) -> list[np.ndarray]:
     """Scores every pair of every key head, [L][K, P].
 
-    Layers that take the keys of another have the scores of its keys: the sum over all their
-    queries. `norms` has for each layer `query_norms` [N, P] and `key_norms` [K, P], as
-    analysis.json; T is the length in which they were measured.
+    Layers that take the keys of another have the scores of its keys, by all their queries.
+    `norms` has for each layer `query_norms` [N, P] and `key_norms` [K, P], as analysis.json; T is
+    the length in which they were measured.
     """
-    scores = []
-    for layer, measured in zip(model.layers, norms, strict=True):
-        key = np.array(measured["key_norms"])
-        query = np.array(measured["query_norms"])
-        query = query.reshape(len(key), -1, key.shape[1]).mean(axis=1)
+    layers = model.layers_at(T)
+    queries = [np.zeros(layer.frequencies.shape) for layer in layers]
+    for layer, measured in zip(layers, norms, strict=True):
+        K, P = layer.frequencies.shape
         scale = (model.attention_scale or layer.head_dim**-0.5) * layer.logit_scale
-        reach = min(layer.window or T, T)
-        distances = np.arange(1, max(reach, 2))
-        scores.append(RULES[rule](scale * query, key, layer.frequencies, distances))
-    sources = [layer.kv_source for layer in model.layers]
-    return [
-        sum(score for score, other in zip(scores, sources, strict=True) if other == source)
-        for source in sources
-    ]
+        query = np.array(measured["query_norms"]).reshape(K, -1, P).mean(axis=1)
+        queries[layer.kv_source] += scale * query
+    scores = []
+    for layer in layers:
+        source = layer.kv_source
+        key = np.array(norms[source]["key_norms"])
+        distances = np.arange(1, max(min(layer.window or T, T), 2))
+        scores.append(RULES[rule](queries[source], key, layer.frequencies, distances))
+    return scores
 
 
 def keep_highest(model: ModelSpec, scores: list[np.ndarray], share: float, per: str) -> list:
@@ -177,7 +178,8 @@ def choose_pairs(options) -> dict:
     if processes.is_first():
         write_atomic(path, json.dumps(chosen))
         write_atomic(folder / "pairs.png", draw_pairs(kept, options.rule).render())
-    fastest = [np.arange(one.shape[1])[None] < round(options.keep * one.shape[1]) for one in kept]
+    by_index = [np.broadcast_to(-np.arange(one.shape[1]) / one.shape[1], one.shape) for one in kept]
+    fastest = keep_highest(model, by_index, options.keep, options.per)
     losses = _compare(options, run, folder, [None, chosen["rope_pairs"], format_pairs(fastest)])
     names = ("loss_as_it_is", "loss", "loss_p_rope")
     return dict(zip(names, losses, strict=True)) | counts | {"output": str(path)}
@@ -189,23 +191,33 @@ def _check(options, model: ModelSpec) -> None:
         raise usage_error(
             "--workdir", options.workdir, problem, "name the run before its conversion"
         )
-    smallest = min(layer.head_dim // 2 for layer in model.layers)
-    if round(options.keep * smallest) < 1 and options.per != "model":
-        problem = f"keeps none of the {smallest} pairs of a head"
-        remedy = f"keep {1 / smallest:g} or more, or give --per=model; p = 0 needs no choice"
+    sizes = [layer.frequencies.size for layer in model.layers if not layer.shares_kv]
+    of_head = min(layer.head_dim // 2 for layer in model.layers)
+    count, owner = (sum(sizes), "the model") if options.per == "model" else (of_head, "a head")
+    if round(options.keep * count) < 1:
+        problem = f"keeps none of the {count} pairs of {owner}"
+        remedy = f"keep {1 / count:g} or more; p = 0 needs no choice"
         raise usage_error("--keep", options.keep, problem, remedy)
 
 
 def _read_norms(path: str, model: ModelSpec) -> tuple[list[dict], dict]:
-    """Reads the norms of an analysis.json, and which text they are of."""
+    """Reads the norms of an analysis.json, and what they are of."""
     remedy = "run prope.analyze on this model, with all its layers"
-    analysis = read_json(as_path("--analysis", path), remedy)
-    layers = (analysis or {}).get("layers", [])
-    shapes = [np.shape(layer["key_norms"]) for layer in layers]
-    if shapes != [layer.frequencies.shape for layer in model.layers]:
+    text = read_text("analysis", path, "give an analysis.json of prope.analyze")
+    names = ("workdir", "step", "source", "split", "sequences", "seq_len")
+    try:
+        analysis = parse_json(text)
+        layers = analysis["layers"]
+        about = {name: analysis[name] for name in names}
+        shapes = [(np.shape(one["query_norms"]), np.shape(one["key_norms"])) for one in layers]
+    except (ValueError, TypeError, LookupError) as error:
+        problem = f"is no analysis.json: {type(error).__name__} {error}"
+        raise usage_error("--analysis", path, problem, remedy) from None
+    expected = [layer.frequencies.shape for layer in model.layers]
+    if shapes != [((model.num_heads, P), (K, P)) for K, P in expected]:
         problem = f"has {len(layers)} layers, not the model's {model.num_layers}, or other heads"
         raise usage_error("--analysis", path, problem, remedy)
-    return layers, {name: analysis[name] for name in ("source", "split", "sequences", "seq_len")}
+    return layers, about
 
 
 def _compare(options, run: Run, folder: epath.Path, choices: list) -> list[float]:
@@ -214,17 +226,21 @@ def _compare(options, run: Run, folder: epath.Path, choices: list) -> list[float
     fields = {name: getattr(options, name) for name in flags}
     fields |= {"step": str(run.step), "split": "validation"}
     fields["seq_len"] = options.seq_len and str(options.seq_len)
+    fields["again"] = options.output is not None  # records elsewhere have their sums there
     losses = [next(evaluations(LossOptions(**fields, pairs=pairs))) for pairs in choices]
-    as_it_is, chosen, fastest = losses
-    same = ("step", "dataset", "seq_len", "fingerprint", "changed")
-    about = {name: chosen.get(name) for name in same}
+    processes.call_on_first(lambda: _log_differences(folder, *losses))
+    return [record["loss"] for record in losses]
+
+
+def _log_differences(folder: epath.Path, as_it_is: dict, chosen: dict, fastest: dict) -> None:
+    """Logs by how much the losses of three records differ, paired by document."""
+    about = {name: chosen.get(name) for name in ("step", "dataset", *SAME_WINDOWS, "changed")}
     for name, other in (("as it is", as_it_is), ("with p-RoPE of as many pairs", fastest)):
         second = {"changed": other.get("changed")}
         difference = paired_difference(folder, folder, about=about, second_fields=second)
         interval = difference.interval()
         reach = "" if interval is None else " ({:+.4f} to {:+.4f})".format(*interval)
         log.info("chosen minus %s: %+.4f nats per token%s", name, difference.difference, reach)
-    return [record["loss"] for record in losses]
 
 
 def draw_pairs(kept: list[np.ndarray], rule: str) -> Picture:

@@ -24,7 +24,7 @@ from prope.inference import generation
 from prope.inference.generation import Sampling
 from prope.loss import token_losses
 from prope.optimizer import make_optimizer
-from prope.runtime.processes import count_cores
+from prope.runtime.processes import list_cores
 from prope.sharding import make_mesh
 from prope.spec.run import Spec
 from prope.step import batch_hidden, make_train_step
@@ -72,7 +72,7 @@ def bench_peer(workdir: str, seq_len: int | None, sequences: int, rounds: int) -
     }
     spec = run.spec.replace(fields)
     batch = random_batch(spec, make_mesh(devices=jax.devices()[:1]))
-    threads = count_cores()
+    threads = len(list_cores())
     theirs = their_programs(workdir, batch, threads, device)
     ours = our_programs(spec, run.params(), batch)
     losses = {"prope": ours["loss"](), "transformers": theirs["loss"]()}

@@ -17,7 +17,7 @@ from etils import epath
 from prope import sharding
 from prope.config import read_pairs
 from prope.encodings import INTERVENTIONS, SCALINGS, can_rescale
-from prope.errors import log, usage_error
+from prope.errors import UsageError, log, usage_error
 from prope.inference.options import ENCODINGS, Options
 from prope.inference.paired import sums_folder
 from prope.runtime import processes
@@ -72,9 +72,12 @@ def choose_encodings(run: Run, options: Options) -> list[str | None]:
     """Returns the encoding of the flags, or the interventions that change what the run computes."""
     if options.intervene is None:
         return [options.encoding]
+    spec = run.spec
+    if options.pairs is not None:
+        spec = dataclasses.replace(spec, model=keep_pairs(spec.model, options.pairs))
     encodings = []
-    for encoding in parse_interventions(options.intervene, run.spec.model):
-        if changes_rotation(run.spec, encoding):
+    for encoding in parse_interventions(options.intervene, spec.model):
+        if changes_rotation(spec, encoding):
             encodings.append(encoding)
         else:
             log.info("%s: %s left out, for these pairs do not rotate", run.workdir, encoding)
@@ -156,7 +159,11 @@ def keep_pairs(model: ModelSpec, pairs: str) -> ModelSpec:
         problem = f"the run has config.model.rope_pairs={model.rope_pairs[:40]} of its own"
         raise usage_error("--pairs", pairs, problem, "leave it out")
     text = read_pairs("--pairs", pairs) if pairs.endswith(".json") else pairs
-    return dataclasses.replace(model, rope_pairs=text)
+    try:
+        return dataclasses.replace(model, rope_pairs=text)
+    except UsageError as error:
+        _, _, problem = str(error).partition(": ")
+        raise usage_error("--pairs", pairs, problem) from None
 
 
 def cannot_change(model: ModelSpec, encoding: str | None) -> str:

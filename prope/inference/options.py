@@ -63,20 +63,15 @@ def define_flags(file: str) -> None:
         "band, every eighth of the pairs in turn. @full, @sliding, @3 or @0-5 names layers, as "
         "in stop:64-127@full",
     )
-    flags.DEFINE_string(
-        "pairs",
-        None,
-        "which pairs rotate, of those of the run: a file of prope.choose, or as in "
-        "config.model.rope_pairs",
-    )
+    flags.DEFINE_string("pairs", None, "pairs that rotate: of a file of prope.choose, or 0-15,20")
     factor = (
         "of --encoding or --intervene=interpolate: how many times longer the text is than in "
-        "training; by default --seq_len over the training's, of dynamic 1"
+        "training; by default --seq_len over its length, of dynamic 1"
     )
     flags.DEFINE_float("factor", None, factor, lower_bound=1.0)
     define_dtype()
     flags.DEFINE_boolean("again", False, f"recompute what {file} has")
-    command.define_place("output", "folder for the results, where --workdir is not to be written")
+    command.define_place("output", "folder for the results instead of --workdir")
     flags.mark_flags_as_required(["workdir"])
 
 

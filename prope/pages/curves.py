@@ -27,7 +27,7 @@ from prope.sweep.curves import (
     by_octave,
     by_position,
     by_step,
-    minus_rope,
+    minus_reference,
     reach,
     read_curves,
 )
@@ -40,7 +40,7 @@ DIFFERENCE = "difference (nats per token)"
 POSITION = "position (tokens)"
 _DIFFERENT_SEEDS = "\nmeans over different seeds: not comparable"
 _MEANS = "Means over seeds; bands are their 95 % intervals (Student’s t). "
-_MINUS_ROPE = "Below the difference from RoPE, seed by seed: what is hard for all drops out. "
+_MINUS = "Below the difference from {}, seed by seed: what is hard for all drops out. "
 _ONE_SEED = "The band of a single seed is its 95 % interval over documents"
 
 
@@ -157,26 +157,29 @@ def pictures(
             note=f"A point has {min(answers):,} to {max(answers):,} answers of a run.",
         )
         plots.append(plot)
-    rope_of = {row["group"]: row["reference"] for row in rows}
+    reference_of = {row["group"]: row["reference"] for row in rows}
     drawn = [perplexity_picture(rows)]
-    drawn += [curves_picture(plot, runs, rope_of) for plot in plots]
+    other = next((row["compared_with"] for row in rows), None)
+    drawn += [curves_picture(plot, runs, reference_of, other) for plot in plots]
     gaps = {recovery.run: dict(recovery.gaps) for recovery in recovered}
     recovery = RECOVERY._replace(read=lambda run: gaps.get(run.name, {}))
     drawn.append(curves_picture(recovery, runs, {}))
     return [picture for picture in drawn if picture] + maps(runs)
 
 
-def curves_picture(plot: Plot, runs: list[Run], rope_of: dict) -> Picture | None:
-    """Draws curves, and below their differences from RoPE's, whose group `rope_of` names."""
+def curves_picture(
+    plot: Plot, runs: list[Run], reference_of: dict, reference: str | None = None
+) -> Picture | None:
+    """Draws curves, and below their differences from those of the group in `reference_of`."""
     by_group = read_curves(runs, plot.read)
     means = average_curves(by_group, read_curves(runs, plot.reach))
-    differences = average_curves(minus_rope(by_group, rope_of), {})
+    differences = average_curves(minus_reference(by_group, reference_of), {})
     if not means:
         return None
     are_equal = len(set(map(frozenset, by_group.values()))) == 1
     shown = {plot.title if are_equal else f"{plot.title}{_DIFFERENT_SEEDS}": means}
     if differences:
-        shown["minus that of RoPE"] = differences
+        shown[f"minus that of {reference}"] = differences
 
     def draw(figure) -> None:
         style = styles(list(by_group))
@@ -201,7 +204,7 @@ def curves_picture(plot: Plot, runs: list[Run], rope_of: dict) -> Picture | None
     size = stacked_size(len(shown), list(by_group))
     caption = plot.note
     if differences:
-        caption = _MINUS_ROPE + caption
+        caption = _MINUS.format(reference) + caption
     if max(map(len, by_group.values())) > 1:
         caption = _MEANS + caption
     return Picture(plot.name, plot.title, alt, caption, draw, size)
@@ -211,7 +214,7 @@ def curves_picture(plot: Plot, runs: list[Run], rope_of: dict) -> Picture | None
 
 
 def perplexity_picture(rows: list[dict]) -> Picture | None:
-    """Draws perplexity by p, else by group, above the paired differences of losses from RoPE's."""
+    """Draws perplexity by p, else by group, above the paired differences of losses."""
     by_p = all(P in row["values"] for row in rows)
     rows = [row for row in rows if row["perplexity"] is not None]
     if not rows:
@@ -221,7 +224,7 @@ def perplexity_picture(rows: list[dict]) -> Picture | None:
     are_equal = have_same_seeds(rows)
     shown = {title if are_equal else f"{title}{_DIFFERENT_SEEDS}": perplexities}
     if differences:
-        shown["loss minus that of RoPE"] = differences
+        shown[f"loss minus that of {rows[0]['compared_with']}"] = differences
 
     def draw(figure) -> None:
         style = styles(list(perplexities))
@@ -243,8 +246,8 @@ def perplexity_picture(rows: list[dict]) -> Picture | None:
     means = "; ".join(f"{row['group']}: {row['perplexity']:.4f}" for row in rows)
     alt = f"Validation perplexity. {means}."
     caption = (
-        "Means over seeds and their standard deviations. Where there is a RoPE, below the "
-        "paired differences from it and their 95 % intervals, as in the table."
+        "Means over seeds and their standard deviations. Where groups are compared, below the "
+        "paired differences and their 95 % intervals, as in the table."
     )
     width, height = stacked_size(len(shown), list(perplexities))
     if not by_p:  # names of groups stand below each panel
@@ -254,7 +257,7 @@ def perplexity_picture(rows: list[dict]) -> Picture | None:
 
 
 def read_means(rows: list[dict], by_p: bool) -> tuple[Means, Means]:
-    """Reads perplexities and differences from RoPE, by the swept fields other than p, and by x."""
+    """Reads perplexities and differences, by the swept fields other than p, and by x."""
     perplexities: Means = {}
     differences: Means = {}
     for row in rows:

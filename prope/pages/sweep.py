@@ -1,4 +1,4 @@
-"""Reports on a sweep: its result beside the paper's, what all runs share, where they trained."""
+"""Reports on a sweep or other runs: results, the paper's, what is shared, where they trained."""
 
 import pathlib
 from collections.abc import Sequence
@@ -15,10 +15,11 @@ from prope.pages.page import link_to, number
 from prope.pages.run import duration, origin, training_seconds
 from prope.spec.run import Spec
 from prope.sweep import context
-from prope.sweep.comparisons import Comparison, compare_declared, compare_with_rope, declare
+from prope.sweep.comparisons import Comparison, compare_declared, compare_with_reference, declare
 from prope.sweep.interventions import list_changes
 from prope.sweep.recovery import recoveries
 from prope.sweep.runs import (
+    RUN,
     P,
     Run,
     check_equal,
@@ -26,6 +27,7 @@ from prope.sweep.runs import (
     groups,
     have_same_seeds,
     read_entries,
+    read_runs,
     read_sweep,
     reference,
     table,
@@ -74,28 +76,58 @@ def report_sweep(
     if contrasts:
         declare(directory, folder, contrasts)
     runs = read_sweep(directory)
-    rows = result_rows(runs, compare_with_rope(runs))
+    unfinished = unfinished_entries(directory, runs)
+    declared = compare_declared(runs, folder)
+    return _report(
+        folder / "report", runs, unfinished, declared, title=f"Sweep {directory.resolve().name}"
+    )
+
+
+def report_runs(workdirs: Sequence[epath.Path], output: str | None = None) -> dict:
+    """Writes a page that compares runs with the first, as `report_sweep` does those of a sweep.
+
+    It is in W/compared of the first or, with `output`, in OUTPUT/compared.
+    """
+    folder = results_folder(workdirs[0], workdirs[0], output)
+    check_folder(folder, output)
+    runs, left_out = read_runs(workdirs)
+    names = ", ".join(run.name for run in runs)
+    return _report(folder / "compared", runs, left_out, [], title=f"Runs {names}")
+
+
+def _report(
+    folder: epath.Path,
+    runs: list[Run],
+    unfinished: list[dict],
+    contrasts: list[Comparison],
+    title: str,
+) -> dict:
+    """Writes the page of runs into a folder; returns what the command prints."""
+    rows = result_rows(runs, compare_with_reference(runs))
     found = {
-        "contrasts": compare_declared(runs, folder),
+        "contrasts": contrasts,
         "changes": list_changes(runs),
         "lengths": context.rows(runs),
         "recoveries": recoveries(runs),
     }
-    unfinished = unfinished_entries(directory, runs)
-    path = _write(directory, folder / "report", runs, rows=rows, unfinished=unfinished, **found)
+    path = _write(folder, runs, title=title, rows=rows, unfinished=unfinished, **found)
     means = table(runs)
+    by_run = RUN in runs[0].values
+    minus = "minus_first" if by_run else "minus_rope"
     for row, result in zip(means, rows, strict=True):
         row["selected_best"] = result["best"]
-        row["minus_rope"] = None
+        row[minus] = None
         if result["difference"]:
             documents = result["documents"]
-            row["minus_rope"] = describe(result["difference"], "loss") | {
+            row[minus] = describe(result["difference"], "loss") | {
                 "over": result["over"],
                 "comparisons": result["difference"].comparisons,
                 "interval_over_documents": documents and documents.interval(),
             }
     record = {"output": str(path), "runs": [run.record() for run in runs], "table": means}
-    record["unfinished"] = unfinished
+    record["left_out" if by_run else "unfinished"] = unfinished
+    if by_run:
+        record["differing"] = field_values(runs)
     printed = {
         "lengths": list(map(_describe_length, found["lengths"])),
         "recovery": [recovery._asdict() for recovery in found["recoveries"]],
@@ -131,18 +163,19 @@ def describe_contrast(contrast: Comparison) -> dict:
     return contrast._asdict() | fields | {"documents": documents}
 
 
-def _write(directory: epath.Path, folder: epath.Path, runs: list[Run], **found) -> epath.Path:
-    """Writes index.html and its pictures into `folder`; `found` are tables of the page, by name."""
+def _write(folder: epath.Path, runs: list[Run], **found) -> epath.Path:
+    """Writes index.html and its pictures; `found` are the title and tables of the page, by name."""
     spec = runs[0].spec
     # A run may lack the fields of another grid.
     swept = dict.fromkeys(name for run in runs for name in run.values)
-    differing = differing_fields(runs)
+    differing = field_values(runs)
     drawn = pictures(runs, found["rows"], found["recoveries"])
     return page.write(
         folder,
         "sweep",
         drawn + interventions.pictures(found["changes"]),
-        title=f"Sweep {directory.resolve().name}",
+        by_run=RUN in runs[0].values,
+        differing=differing,
         lead=lead(found["rows"]),
         spec=spec,
         parameters=parameters.count(spec.model),
@@ -151,7 +184,7 @@ def _write(directory: epath.Path, folder: epath.Path, runs: list[Run], **found) 
         windows=sorted({run.evaluation.get("windows") or 0 for run in finished_runs(runs)}),
         effective_lengths=context.effective_lengths(runs),
         left_out=sum(len(run.dropped) for run in runs),
-        planned=len(read_entries(directory)),
+        planned=len(finished_runs(runs)) + len(found["unfinished"]),
         equality=equality(runs),
         runs=[
             {"name": run.name, "link": link_to(run.workdir / "report" / "index.html", folder)}
@@ -190,13 +223,14 @@ def result_rows(runs: list[Run], comparisons: Sequence[Comparison]) -> list[dict
     lowest = min((row["perplexity"] for row in rows if row["seeds"]), default=None)
     for row, (name, group) in zip(rows, by_name.items(), strict=True):
         model = group[0].spec.model
-        rope = reference(group[0].values, by_name)
-        comparison = by_group.get(name, Comparison(name, rope))
+        other = reference(group[0].values, by_name)
+        comparison = by_group.get(name, Comparison(name, other))
         row.update(
             group=name,
             values=group[0].values,
             pairs=model.rotated_share,
-            reference=rope,
+            reference=other,
+            compared_with=rows[0]["run"] if RUN in group[0].values else "RoPE",
             difference=comparison.difference,
             over=comparison.over,
             documents=comparison.documents,
@@ -217,10 +251,11 @@ def lead(rows: list[dict]) -> str:
     text = f"{group} has the lowest validation perplexity, {best['perplexity']:.4f}"
     compared = sum(row["perplexity"] is not None for row in rows)
     selected = f" It was selected as the best of {compared} after the results were seen."
-    if difference is None:  # RoPE, or there is no RoPE
+    if difference is None:  # what others are compared with, or there is no such group
         return f"{text}.{_close(rows, group)}{selected}"
     side = "below" if difference.difference < 0 else "above"
-    loss = f"its loss is {abs(difference.difference):.4f} nats per token {side} RoPE’s"
+    other = best["compared_with"]
+    loss = f"its loss is {abs(difference.difference):.4f} nats per token {side} {other}’s"
     if difference.stderr is None or best["over"] == "documents":
         equal = difference.stderr is None and difference.samples > 1
         certainty = "One run of each cannot tell whether that is more than chance."
@@ -234,7 +269,7 @@ def lead(rows: list[dict]) -> str:
     if difference.distinguishable:
         return f"{text}; {loss} (95 % interval {over}: {shown}).{selected}"
     return (
-        f"{text}, but is not distinguishable from RoPE: the 95 % interval of the loss difference"
+        f"{text}, but is not distinguishable from {other}: the 95 % interval of the loss difference"
         f" {over} holds 0 ({shown}; nats per token).{selected}"
     )
 
@@ -245,9 +280,9 @@ def _ends(difference: Difference) -> str:
     return f"{low} to {high}"
 
 
-def _close(rows: list[dict], rope: str) -> str:
-    """Lists the groups whose loss is not distinguishable from RoPE's."""
-    compared = [row for row in rows if row["reference"] == rope and row["difference"]]
+def _close(rows: list[dict], reference: str) -> str:
+    """Lists the groups whose loss is not distinguishable from that of the reference."""
+    compared = [row for row in rows if row["reference"] == reference and row["difference"]]
     close = [
         row["group"]
         for row in compared
@@ -256,10 +291,11 @@ def _close(rows: list[dict], rope: str) -> str:
     return f" Not distinguishable from it: {', '.join(close)}." if close else ""
 
 
-def differing_fields(runs: list[Run]) -> list[str]:
-    """Lists the fields of the config that are not equal in all runs."""
+def field_values(runs: list[Run]) -> dict[str, list]:
+    """Returns the values, by run, of the fields of the config that are not equal in all runs."""
     configs = [run.spec.flat() for run in runs]
-    return [name for name in configs[0] if len({repr(spec[name]) for spec in configs}) > 1]
+    fields = {name: [spec[name] for spec in configs] for name in configs[0]}
+    return {name: values for name, values in fields.items() if len(set(map(repr, values))) > 1}
 
 
 def equality(runs: list[Run]) -> dict:
@@ -276,6 +312,6 @@ def equality(runs: list[Run]) -> dict:
         return {"error": str(error)}
     swept = {name for run in runs for name in run.values}
     fields = [
-        name for name in differing_fields(runs) if swept.isdisjoint((name, name.rpartition(".")[2]))
+        name for name in field_values(runs) if swept.isdisjoint((name, name.rpartition(".")[2]))
     ]
     return {"error": None, "fields": fields} | equal

@@ -70,11 +70,11 @@ _exit_code = LOST  # exit code of this process when JAX's runtime aborts it
 _barrier_ids = itertools.count()
 
 
-def count_cores() -> int:
-    """Counts the cores that this process may run on."""
+def list_cores() -> list[int]:
+    """Lists the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 @contextlib.contextmanager
@@ -227,7 +227,9 @@ def check_count() -> None:
     except (AssertionError, RuntimeError) as error:  # JAX asserts that there is a device
         cause = f"JAX finds no such device ({first_line(error)})"
         remedy = f"look to its driver, or {NO_PLATFORM}"
-        raise usage_error("JAX_PLATFORMS", jax.config.jax_platforms, cause, remedy) from error
+        values = jax.config.values
+        name = "jax_platform_name" if values["jax_platform_name"] else "jax_platforms"
+        raise usage_error(name.upper(), values[name], cause, remedy) from error
     if count != _count:
         actual = f"{count} processes, of which this is number {jax.process_index()}"
         remedy = "set PROPE_PROCESSES=auto and start the same command on all hosts, or use one host"

@@ -1,4 +1,4 @@
-"""Compares the groups of runs of a sweep: each with RoPE, and by contrasts declared beforehand.
+"""Compares groups of runs: each with RoPE or the first, and by contrasts declared beforehand.
 
 Both are Student's t of the paired differences by seed of the two groups themselves, corrected for
 the number of comparisons: see `prope/inference/statistics.py`. Contrasts have an exact test by sign
@@ -43,21 +43,21 @@ class Comparison(NamedTuple):
     evaluated: int = 0  # runs with a result when the contrast was declared
 
 
-# --- With RoPE ------------------------------------------------------------------------------------
+# --- With RoPE, or the first ----------------------------------------------------------------------
 
 
-def compare_with_rope(runs: Iterable[Run]) -> list[Comparison]:
-    """Compares all groups that have a RoPE with it; groups without common seeds are left out.
+def compare_with_reference(runs: Iterable[Run]) -> list[Comparison]:
+    """Compares all groups that have a `reference` with it; those without common seeds are left out.
 
     The intervals of all of them hold together.
     """
     by_name = groups(runs)
     found = []
     for name, group in by_name.items():
-        rope = reference(group[0].values, by_name)
-        pairs = paired_runs(group, by_name[rope]) if rope else []
+        other = reference(group[0].values, by_name)
+        pairs = paired_runs(group, by_name[other]) if other else []
         if pairs:
-            found.append((Comparison(name, rope), pairs))
+            found.append((Comparison(name, other), pairs))
     return [_compare(comparison, pairs, len(found)) for comparison, pairs in found]
 
 

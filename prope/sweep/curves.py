@@ -1,4 +1,4 @@
-"""Reads curves from the records of runs, averages them over seeds, and subtracts RoPE's.
+"""Reads curves from the records of runs, averages them over seeds, and subtracts the reference's.
 
 A curve is a dictionary from x to y. Curves come by group of runs that differ in their seed only,
 and within a group by seed: {"p = 0.25": {0: {10: 5.1, 20: 4.9}}}. Seeds are averaged, and
@@ -137,14 +137,14 @@ def average_curves(by_group: Curves, reaches: Curves) -> Means:
     return means
 
 
-def minus_rope(by_group: Curves, rope_of: dict) -> Curves:
-    """Subtracts RoPE's curves, seed by seed, from those of every other group."""
+def minus_reference(by_group: Curves, reference_of: dict) -> Curves:
+    """Subtracts the curves of a group's reference, seed by seed, from its own."""
     differences: Curves = {}
     for group, seeds in by_group.items():
-        rope_seeds = by_group.get(rope_of.get(group), {})
-        for seed in seeds.keys() & rope_seeds.keys():
+        other_seeds = by_group.get(reference_of.get(group), {})
+        for seed in seeds.keys() & other_seeds.keys():
             curve = seeds[seed]
-            rope = rope_seeds[seed]
-            shared = {x: curve[x] - rope[x] for x in curve.keys() & rope.keys()}
+            other = other_seeds[seed]
+            shared = {x: curve[x] - other[x] for x in curve.keys() & other.keys()}
             differences.setdefault(group, {})[seed] = shared
     return differences

@@ -1,23 +1,29 @@
-"""Carries out a sweep: its runs one after the other here, or each by the command of a launcher."""
+"""Carries out a sweep: its runs here, one or several at a time, or each by a launcher's command."""
 
 import contextlib
 import dataclasses
 import fcntl
+import itertools
 import json
 import os
+import queue
 import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent import futures
+from typing import NamedTuple
 
 from etils import epath
 from ml_collections import ConfigDict
 
+from prope.command import accelerators
 from prope.config import as_given, flat, from_dict
 from prope.errors import INTERRUPTED, LOST, PREEMPTED, RunFailed, log, usage_error
 from prope.runtime.files import (
@@ -28,6 +34,7 @@ from prope.runtime.files import (
     read_json,
     write_atomic,
 )
+from prope.runtime.processes import list_cores
 from prope.spec.run import differences
 from prope.sweep.grid import Planned, plan
 from prope.sweep.runs import (
@@ -96,37 +103,81 @@ def locked(directory: epath.Path) -> Iterator[int]:
         yield file.fileno()
 
 
+class Share(NamedTuple):
+    """The part of this machine that a run has; all of it by default."""
+
+    gpus: str = ""  # CUDA_VISIBLE_DEVICES
+    cores: Sequence[int] = ()
+
+
+def split_machine(jobs: int) -> list[Share]:
+    """Divides the GPUs, or without any the cores, into equal shares of as many runs at a time.
+
+    Raises UsageError where there are fewer of them than runs.
+    """
+    if jobs == 1:
+        return [Share()]
+    found = accelerators()
+    numbered = [path for path in found if re.fullmatch(r"nvidia\d+", path.name)]
+    numbers = ",".join(str(i) for i in range(len(numbered)))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", numbers) if numbered else ""
+    gpus = [name for name in visible.split(",") if name]
+    devices = gpus or list_cores()
+    problem = f"there are {len(devices)} {'GPUs' if gpus else 'cores'} here for them"
+    if found and not numbered:
+        devices = []
+        problem = f"{found[0]} cannot be divided"
+    if jobs > len(devices):
+        remedy = "give fewer, or train on the cores with JAX_PLATFORMS=cpu"
+        raise usage_error("--jobs", jobs, problem, remedy)
+    size = len(devices) // jobs
+    parts = [devices[i * size : (i + 1) * size] for i in range(jobs)]
+    return [Share(",".join(part)) if gpus else Share(cores=part) for part in parts]
+
+
 class ChildProcesses:
-    """Runs one child process at a time and forwards SIGTERM and SIGINT to it."""
+    """Runs child processes and forwards SIGTERM and SIGINT to them."""
 
     def __init__(self):
-        self._child: subprocess.Popen | None = None
+        self._children: set[subprocess.Popen] = set()
+        self._lock = threading.RLock()  # a signal may come while this thread holds it
         self.stop_signal: int | None = None  # that this process has received
         signal.signal(signal.SIGTERM, self._forward)
         signal.signal(signal.SIGINT, self._forward)
 
-    def run(self, command: list[str], lock: int | None) -> tuple[int, str]:
+    def run(
+        self, command: list[str], lock: int | None, share: Share, prefix: str = ""
+    ) -> tuple[int, str]:
         """Runs a command with its output on stderr; returns its exit code and its last error.
 
         The child holds the lock, too, so that nothing else starts while it outlives this process.
+        Every line of its output gets the prefix.
         """
-        self._child = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            pass_fds=[] if lock is None else [lock],
-        )
-        if self.stop_signal:  # it came while the child was started
-            self._child.send_signal(self.stop_signal)
+        with self._lock:
+            child = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                pass_fds=[] if lock is None else [lock],
+                env=os.environ | ({"CUDA_VISIBLE_DEVICES": share.gpus} if share.gpus else {}),
+            )
+            self._children.add(child)
+            if self.stop_signal:  # it came before
+                child.send_signal(self.stop_signal)
+        if share.cores:  # before it starts threads: XLA has one for every core
+            os.sched_setaffinity(child.pid, share.cores)
         error = ""
-        for line in self._child.stdout:
-            sys.stderr.write(line)
-            sys.stderr.flush()
+        for line in child.stdout:
+            with self._lock:
+                sys.stderr.write(prefix + line)
+                sys.stderr.flush()
             if line.startswith(("error:", "stopped:")):
                 error = line.strip()
-        return self._child.wait(), error
+        with self._lock:
+            self._children.remove(child)
+        return child.wait(), error
 
     def exit_code(self, code: int) -> int:
         """Returns the exit code of a stopped sweep, whose child ended with `code`."""
@@ -135,9 +186,11 @@ class ChildProcesses:
         return code if code > 0 else 128 - code  # as shells do for a signal
 
     def _forward(self, number: int, frame) -> None:
-        self.stop_signal = number
-        if self._child is not None and (number == signal.SIGTERM or not in_foreground()):
-            self._child.send_signal(number)  # which does nothing where it has ended
+        with self._lock:
+            self.stop_signal = number
+            if number == signal.SIGTERM or not in_foreground():
+                for child in self._children:
+                    child.send_signal(number)  # which does nothing where it has ended
 
 
 def in_foreground() -> bool:
@@ -183,6 +236,8 @@ class Sweep:
     launcher: list[str]  # its words; empty: the runs are carried out here
     failed: dict[str, str] = dataclasses.field(default_factory=dict)  # reasons, by run
     record: dict = dataclasses.field(default_factory=dict)  # sweep.json without its runs
+    shares: list[Share] = dataclasses.field(default_factory=lambda: [Share()])  # of runs at a time
+    writing: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def command(self, run: Planned) -> list[str]:
         """Returns the command that carries out a run.
@@ -218,7 +273,8 @@ class Sweep:
             for run in self.runs
         ]
         content = json.dumps(self.record | {"runs": runs}, indent=2)
-        write_atomic(self.directory / "sweep.json", content + "\n")
+        with self.writing:
+            write_atomic(self.directory / "sweep.json", content + "\n")
 
     def state(self, run: Run) -> str:
         """Returns new, submitted, unfinished, finished or failed."""
@@ -235,16 +291,36 @@ class Sweep:
           RunFailed: initial weights or batches that must be equal are not.
           SystemExit: the sweep, or a run, was asked to stop.
         """
-        for number, run in enumerate(self.runs, 1):
-            state = self.state(self.read(run))
-            if state == "submitted":
-                self._log_submitted(run.name)
-            elif state != "finished":
-                log.info("run %d of %d, %s: starts", number, len(self.runs), run.name)
-                self._carry_out(run, processes, lock)
-                check_equal(self.read_all())
-            if processes.stop_signal:
-                sys.exit(processes.exit_code(0))
+        shares = queue.SimpleQueue()
+        for share in self.shares:
+            shares.put(share)
+        ended: list[Planned] = []
+        stopped = threading.Event()
+
+        def carry_out(number: int, run: Planned) -> None:
+            if stopped.is_set():
+                return
+            share = shares.get()
+            try:
+                state = self.state(self.read(run))
+                if state == "submitted":
+                    self._log_submitted(run.name)
+                elif state != "finished":
+                    log.info("run %d of %d, %s: starts", number, len(self.runs), run.name)
+                    self._carry_out(run, processes, lock, share)
+                ended.append(run)
+                if state not in ("submitted", "finished"):
+                    check_equal(list(map(self.read, list(ended))))
+                if processes.stop_signal:
+                    sys.exit(processes.exit_code(0))
+            except BaseException:  # runs at work go on to their end
+                stopped.set()
+                raise
+            finally:
+                shares.put(share)
+
+        with futures.ThreadPoolExecutor(len(self.shares)) as pool:
+            list(pool.map(carry_out, itertools.count(1), self.runs))
 
     def _log_submitted(self, name: str) -> None:
         """Logs since when a run is with a launcher, and how to start it again."""
@@ -257,17 +333,17 @@ class Sweep:
             record,
         )
 
-    def _carry_out(self, run: Planned, processes: ChildProcesses, lock: int) -> None:
+    def _carry_out(self, run: Planned, processes: ChildProcesses, lock: int, share: Share) -> None:
         """Starts a run, and starts it again where it lost another process or was killed."""
         for start in range(MAX_RETRIES + 1):
             if start:
                 log.info("%s: starts again", run.name)
-            code = self._start(run, processes, lock)
+            code = self._start(run, processes, lock, share)
             was_killed = code < 0 and not self.launcher
             if not (code == LOST or was_killed) or self.read(run).state == "finished":
                 return
 
-    def _start(self, run: Planned, processes: ChildProcesses, lock: int) -> int:
+    def _start(self, run: Planned, processes: ChildProcesses, lock: int, share: Share) -> int:
         """Starts a run, or hands it to the launcher, and waits; returns the exit code."""
         record = self.launch_record(run.name)
         if self.launcher:
@@ -276,7 +352,12 @@ class Sweep:
         else:
             self.failed[run.name] = "was started, and has not ended"
             self.write()
-        code, error = processes.run(self.command(run), None if self.launcher else lock)
+        code, error = processes.run(
+            self.command(run),
+            None if self.launcher else lock,
+            share,
+            f"{run.name}: " if len(self.shares) > 1 else "",
+        )
         if self.launcher and code > 0 and not processes.stop_signal:
             record.unlink()
         if processes.stop_signal or code in (PREEMPTED, INTERRUPTED, -signal.SIGINT):
@@ -316,11 +397,13 @@ def run_sweep(
     launcher: str | None = None,
     dry_run: bool = False,
     init_from: str | None = None,
+    jobs: int = 1,
 ) -> dict:
     """Carries out every run of a sweep that is not finished; returns the command's JSON object.
 
     All runs get the config `base` of `file` with `overrides`, and the values of `grids`, from
-    `read_grids`. A dry run only prints the commands. `init_from` is that of every run.
+    `read_grids`. A dry run only prints the commands. `init_from` is that of every run;
+    `jobs` of them are carried out at a time.
 
     Raises:
       UsageError: the directory holds a run or another sweep, or an argument is invalid.
@@ -328,9 +411,11 @@ def run_sweep(
     """
     directory = as_path("--workdir", workdir)
     runs = plan(grids, file, base, overrides, init_from)
-    sweep = Sweep(directory, runs, split_launcher(launcher))
+    sweep = Sweep(directory, runs, split_launcher(launcher), shares=split_machine(jobs))
+    if sweep.launcher and jobs > 1:
+        raise usage_error("--jobs", jobs, "the runs of a launcher are not here", "leave one out")
     reasons = check_same_sweep(directory, runs, grids, base, init_from)
-    log.info("%d runs in %s:", len(runs), directory)
+    log.info("runs in %s: %d", directory, len(runs))
     for run in sweep.read_all():
         state = sweep.state(run)
         if state == "unfinished":

@@ -1,13 +1,13 @@
-"""Reads the runs of a sweep from their files: progress, losses, and whether they may be compared.
+"""Reads runs from their files: progress, losses, and whether they may be compared.
 
-A sweep is a directory of runs beside sweep.json, which names the swept fields and their values. No
-device is touched.
+They are those of a sweep, a directory of runs beside sweep.json, which names the swept fields and
+their values; or any others, whose only swept values are names. No device is touched.
 """
 
 import dataclasses
 import re
 import statistics
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 from etils import epath
@@ -18,7 +18,7 @@ from prope.inference.options import text_table
 from prope.inference.paired import Sums, paired_difference, read_difference
 from prope.inference.statistics import Difference, average_seeds, deviation
 from prope.runtime.files import read_json
-from prope.spec.run import Spec
+from prope.spec.run import Spec, differences
 from prope.sweep.grid import text_of
 from prope.workdir import run as run_dir
 from prope.workdir.checkpoints import list_steps
@@ -28,12 +28,15 @@ from prope.workdir.records import (
     find_evaluation,
     find_pair,
     read_jsonl,
+    windows_of,
 )
+from prope.workdir.source import recorded_init_from
 
 # Names of swept fields.
 SEED = "seed"
 P = "rope_percentage"
 CONFIG = "config"
+RUN = "run"  # of runs that are no sweep: their names
 # Fields that the initial weights, and those that the batches, do not depend on.
 NOT_OF_INIT = {f"model.{name}" for name in (*FIELDS, "dtype", "attention", "remat", "scan_layers")}
 NOT_OF_BATCHES = {"data.cache_dir", "data.num_workers"}
@@ -61,6 +64,7 @@ class Run:
     metrics: list[dict]
     evaluations: list[dict]
     answers: list[dict]  # records of longcontext.jsonl
+    init_from: str | None = None  # the run whose parameters it was begun from
     dropped: tuple = ()  # evaluations on windows that another run lacks
 
     @property
@@ -144,6 +148,7 @@ def read_run(workdir: epath.Path, values: dict, spec: Spec) -> Run:
         metrics=read_jsonl(workdir / "metrics.jsonl"),
         evaluations=evaluations,
         answers=read_jsonl(workdir / "longcontext.jsonl"),
+        init_from=recorded_init_from(workdir, None),
     )
 
 
@@ -202,6 +207,58 @@ def read_sweep(directory: epath.Path) -> list[Run]:
     return on_common_windows(runs)
 
 
+def read_runs(workdirs: Sequence[epath.Path]) -> tuple[list[Run], list[dict]]:
+    """Reads runs of any sweeps, or of none, to compare them with the first.
+
+    A run has the name of the first one that differs from it in the seed only. Where no two have
+    the same name seeds do not count, and runs of two seeds are compared.
+
+    Returns (finished runs with evaluations on the same windows as the first, {"name", "reason"} of
+    the others). Fewer than two that compare are a UsageError.
+    """
+    names = [workdir.name for workdir in workdirs]
+    if len(set(names)) < len(names):
+        names = list(map(str, workdirs))
+    runs: list[Run] = []
+    for name, workdir in zip(names, workdirs, strict=True):
+        spec = run_dir.read_config(workdir)
+        fields = spec.replace({SEED: 0}).flat()
+        values = {RUN: name, SEED: spec.seed}
+        for other in runs:
+            same = {**other.values, SEED: spec.seed}
+            alike = not differences(fields, other.spec.replace({SEED: 0}).flat())
+            if alike and same not in [run.values for run in runs]:
+                values = same
+                break
+        runs.append(dataclasses.replace(read_run(workdir, values, spec), name=name))
+    if len(groups(runs)) == len(runs):
+        runs = [dataclasses.replace(run, values={RUN: run.name}) for run in runs]
+
+    compared = []
+    left_out = []
+    common = set(map(windows_of, runs[0].last_evaluations))
+    for run in runs:
+        windows = {windows_of(one) for one in run.last_evaluations if one["loss"] is not None}
+        if run.state == "finished" and windows & common:
+            common &= windows
+            compared.append(run)
+            continue
+        reason = f"step {run.step} of {run.spec.num_steps}, or not evaluated there"
+        if run.state == "finished":
+            ours, theirs = (
+                ", ".join(f"{name} {one.evaluation.get(name)}" for name in SAME_WINDOWS)
+                for one in (run, runs[0])
+            )
+            reason = f"evaluated on {ours}, and the first run on {theirs}"
+        left_out.append({"name": run.name, "reason": reason})
+    if len(compared) < 2:
+        reasons = [f"{entry['name']} ({entry['reason']})" for entry in left_out]
+        problem = f"no two compare: {'; '.join(reasons) or 'it is one run'}"
+        remedy = "name finished runs of one text; prope.evaluate --max_windows adds windows"
+        raise usage_error("--runs", ",".join(map(str, workdirs)), problem, remedy)
+    return on_common_windows(compared), left_out
+
+
 def check_equal(runs: list[Run]) -> dict:
     """Compares the logged hashes of initial weights, and of batches that two runs logged.
 
@@ -239,7 +296,8 @@ def _hashes(run: Run) -> Iterator[tuple[str, int, str, str]]:
         ]
 
     if run.init_hash is not None:
-        yield "init", 0, repr([spec.seed, fields("model.", NOT_OF_INIT)]), run.init_hash
+        origin = [spec.seed, fields("model.", NOT_OF_INIT), run.init_from]
+        yield "init", 0, repr(origin), run.init_hash
     batches = repr([spec.seed, spec.batch_size, fields("data.", NOT_OF_BATCHES)])
     for record in run.metrics:
         if record.get("batch_hash") is not None:
@@ -261,7 +319,7 @@ def groups(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 def group_name(values: dict) -> str:
     """Names a group by its values: 'p = 0.25' for {"rope_percentage": 0.25, "seed": 1}."""
-    prefixes = {P: "p = ", CONFIG: ""}  # a config is named by itself
+    prefixes = {P: "p = ", CONFIG: "", RUN: ""}  # a config is named by itself
     texts = [
         prefixes.get(name, f"{name} = ") + text_of(value)
         for name, value in values.items()
@@ -270,12 +328,15 @@ def group_name(values: dict) -> str:
     return ", ".join(texts) or "all runs"
 
 
-def reference(values: dict, names: Container[str]) -> str | None:
+def reference(values: dict, names: Collection[str]) -> str | None:
     """Returns which of the groups is the RoPE to compare with: p = 1, or "rope" among methods.
 
     The other values are the same if there is such a group, else those of the encoding are left out.
-    None for RoPE.
+    None for RoPE. Of runs that are no sweep it is the first group.
     """
+    if RUN in values:
+        first = next(iter(names))
+        return None if group_name(values) == first else first
     rope = dict(values)
     if P in values:
         rope[P] = 1.0

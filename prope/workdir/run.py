@@ -192,7 +192,7 @@ def _note_saved(path: epath.Path, lease: Lease | None) -> None:
         lease.saved = max(finished_steps(path / "checkpoints"), default=lease.saved)
 
 
-def find_runs(workdir: epath.PathLike) -> list[epath.Path]:
+def find_runs(workdir: epath.PathLike, flag: str = "--workdir") -> list[epath.Path]:
     """Finds the run in a directory, or all below it, by path: folders with a config.json.
 
     Raises UsageError where there is none.
@@ -205,11 +205,28 @@ def find_runs(workdir: epath.PathLike) -> list[epath.Path]:
             for below in sorted(folder.iterdir()):
                 yield from find(below)
 
-    runs = list(find(as_path("--workdir", workdir)))
+    runs = list(find(as_path(flag, workdir)))
     if not runs:
         problem = "no run there (no config.json), nor below it"
-        raise usage_error("--workdir", workdir, problem, _REMEDY)
+        raise usage_error(flag, workdir, problem, _REMEDY)
     return runs
+
+
+def find_listed(text: str) -> list[epath.Path]:
+    """Finds the runs that --runs names, and all below its folders; names of runs may hold commas.
+
+    Raises UsageError for a place that is not there, or has no run.
+    """
+    parts = text.split(",")
+    found = {}
+    while parts:
+        for end in range(len(parts), 0, -1):
+            place = as_path("--runs", ",".join(parts[:end]))
+            if place.exists():
+                break
+        found |= dict.fromkeys(find_runs(place, "--runs"))
+        del parts[:end]
+    return list(found)
 
 
 def read_config(workdir: epath.Path) -> Spec | None:
@@ -249,9 +266,10 @@ def write_config(workdir: epath.Path, spec: Spec) -> None:
 
 def check_same(spec: Spec, other: Spec, message: str, remedy: str = "") -> None:
     """Raises UsageError with every field in which `other` is another run than `spec`."""
-    differing = differences(spec.flat(), other.flat())
+    differing = "; ".join(differences(spec.flat(), other.flat()))
     if differing:
-        raise UsageError(f"{message} ({'; '.join(differing)}){remedy}")
+        hint = "; after @ stands a hash of the function's file" if "@" in differing else ""
+        raise UsageError(f"{message} ({differing}{hint}){remedy}")
 
 
 def check_disk(

@@ -15,6 +15,7 @@ from support.runs import evaluate_run, make_run
 from prope.analysis import pairs
 from prope.config import default_config, resolve
 from prope.spec.layers import format_pairs, parse_pairs
+from prope.workdir.records import read_jsonl
 from prope.workdir.run import open_run
 
 OPTIONS = dict.fromkeys(("analysis", "step", "dataset", "data_dir", "text", "dtype", "output"))
@@ -74,7 +75,8 @@ def test_the_highest_scores_are_kept_of_heads_layers_or_the_model(rule, fields):
         for head in range(spec.num_heads):
             key_head = head * K // spec.num_heads
             for pair in range(P):
-                strength = one["query_norms"][head][pair] * one["key_norms"][key_head][pair]
+                key = norms[layer.kv_source]["key_norms"][key_head][pair]
+                strength = one["query_norms"][head][pair] * key
                 distances = np.arange(1, min(layer.window or T, T))
                 turned = 1 - np.cos(layer.frequencies[key_head, pair] * distances)
                 weight = np.sum(turned / distances) / np.sum(1 / distances)
@@ -102,6 +104,14 @@ def test_the_highest_scores_are_kept_of_heads_layers_or_the_model(rule, fields):
             values = np.concatenate([scores[n].ravel() for n in own])
             assert flat.sum() == round(0.25 * len(flat))
             assert values[flat].min() > values[~flat].max()
+
+
+def test_queries_that_share_keys_do_not_count_their_frequencies_twice():
+    spec = small(**E4 | {"rope_percentage": 1.0, "local_rope_percentage": 1.0})
+    for layer, fast in zip(
+        spec.layers, pairs.score_pairs(spec, draw_norms(spec), "fast", 64), strict=True
+    ):
+        np.testing.assert_array_equal(fast, layer.frequencies)
 
 
 def test_pairs_are_read_as_they_are_written():
@@ -162,6 +172,16 @@ def test_a_choice_is_written_evaluated_and_trained_with(run, tmp_path):
     assert fastest["loss"] == printed["loss_p_rope"]
     (plain,) = evaluate_run(run, **flags)
     assert plain["loss"] == printed["loss_as_it_is"]
+    # Elsewhere, where no record is yet; and with a budget that heads cannot share equally.
+    output = tmp_path / "elsewhere"
+    changed = {"workdir": str(run), "output": str(output), "per": "model", "keep": 0.29}
+    printed = pairs.choose_pairs(types.SimpleNamespace(**OPTIONS | changed))
+    assert printed["loss_as_it_is"] == plain["loss"]
+    *_, fastest = read_jsonl(output / "eval.jsonl")
+    rotated = sum(np.broadcast_to(layer, 2).sum() for layer in fastest["rotated_pairs"])
+    assert rotated == printed["kept_pairs"] == round(0.29 * printed["pairs"])
+    records = evaluate_run(run, pairs="0-3", intervene="stop:0-3,stop:4-7", **flags)
+    assert [record["encoding"] for record in records] == ["stop:0-3"]
     # A config names the file, and its spec has the pairs.
     config = default_config()
     config.model.update({"num_kv_heads": 2, "head_dim": 2 * P})
@@ -176,13 +196,21 @@ def test_what_cannot_be_chosen_is_refused_in_one_line(run, tmp_path):
         return refusal(pairs.choose_pairs, options)
 
     assert refused(keep=0.01).startswith("--keep=0.01: keeps none of")
+    assert refused(keep=0.0, per="model").startswith("--keep=0.0: keeps none of")
+    missing = str(tmp_path / "none.json")
+    assert refused(analysis=missing).startswith(f"--analysis={missing}: cannot be read")
+    for given, problem in ((missing, "cannot be read"), ("0-99", "layer 0: '0-99' are no pairs")):
+        error = refusal(evaluate_run, run, pairs=given)
+        assert error.startswith(f"--pairs={given}: {problem}")
     other = tmp_path / "analysis.json"
     spec = small(rope_percentage=1.0)
     layers = [{"layer": n} | one for n, one in enumerate(draw_norms(spec))]
-    other.write_text(json.dumps({"layers": layers}))
+    about = dict.fromkeys(("workdir", "step", "source", "split", "sequences", "seq_len"))
+    other.write_text(json.dumps({"layers": layers} | about))
     assert refused(analysis=str(other)).startswith(f"--analysis={other}: has 3 layers")
-    other.write_text("{}")
-    assert refused(analysis=str(other)).startswith(f"--analysis={other}: has 0 layers")
+    for content in ({}, [], {"layers": layers}, {"layers": [{}]} | about):
+        other.write_text(json.dumps(content))
+        assert refused(analysis=str(other)).startswith(f"--analysis={other}: is no analysis.json")
     stopped = tmp_path / "stopped"
     make_run(stopped, p=0.5)
     assert refused(workdir=str(stopped)).startswith(f"--workdir={stopped}: p-RoPE rotates")

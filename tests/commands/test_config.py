@@ -5,13 +5,14 @@ import json
 import math
 import re
 import runpy
-import shutil
+import sys
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.commands import ROOT, logged
+from support.commands import ROOT, logged, refusal
 from support.models import ALL_SWITCHES, frequencies_of, num_parameters
 
 from prope import parameters
@@ -139,7 +140,6 @@ def test_a_run_takes_text_rate_and_log_from_one_file_of_the_users(run_command, t
     """Copied to where the command starts. The rate: 3e-3 sqrt(2 / step), after 2 steps."""
     text = (ROOT / "configs/custom.py").read_text().replace("configs.custom", "my_config")
     (tmp_path / "my_config.py").write_text(text)
-    shutil.copy(ROOT / "configs/quickstart.py", tmp_path)
     arguments = ["--config=my_config.py:tiny", "--workdir=W", "--config.log_every=1"]
     go = {"patch": f"import os\nos.chdir({str(tmp_path)!r})"}
     done = run_command("prope.train", *arguments, "--stop_at_step=3", **go)
@@ -152,6 +152,39 @@ def test_a_run_takes_text_rate_and_log_from_one_file_of_the_users(run_command, t
     (tmp_path / "my_config.py").write_text(f"{text}\n# another line\n")
     error = run_command("prope.train", *arguments, **go).error
     assert re.search(r"\(optimizer.schedule: my_config:schedule@\w+, not my_\S+:schedule@", error)
+
+
+HALF = 0.5  # the same number in all dtypes
+NUMBERS = [
+    lambda P: np.full(P, HALF),
+    lambda P: np.full((1, P), HALF, np.float16),
+    lambda P: jnp.full(P, HALF, jnp.bfloat16),
+    lambda P: [jnp.float32(HALF)] * P,
+    lambda P: [np.full(P, np.float32(HALF))],
+]
+NO_NUMBERS = [
+    *(lambda P: None, lambda P: HALF, lambda P: {0: HALF}, lambda P: (HALF for _ in range(P))),
+    *(lambda P: [HALF] * (P - 1), lambda P: [str(HALF)] * P, lambda P: np.full(P, HALF + 0j)),
+    *(lambda P: [np.nan] * P, lambda P: [7] * P, lambda P: [-HALF] * P, lambda P: HALF / 0),
+    *(lambda P: sys.exit(3), lambda P: np.full((1, 1, P), HALF), lambda P: [[HALF] * P, [HALF]]),
+]
+
+
+def test_numbers_of_a_users_function_are_taken_in_any_form_or_refused(tmp_path, monkeypatch):
+    text = "def frequencies(head_dim, layer):\n    return answer(head_dim // 2)\n"
+    (tmp_path / "given_numbers.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("given_numbers")
+    config = default_config()
+    config.model.rope_type = "given_numbers:frequencies"
+    for module.answer in NUMBERS:
+        spec = resolve(config)
+        for layer in spec.model.layers:
+            np.testing.assert_array_equal(layer.frequencies, np.full((1, 32), HALF))
+        assert resolve(from_dict(json.loads(json.dumps(spec.to_dict())))) == spec
+    for module.answer in NO_NUMBERS:
+        error = refusal(resolve, config)
+        assert re.fullmatch(f"config.model.rope_type={config.model.rope_type}: layer 0: .*", error)
 
 
 @pytest.mark.slow

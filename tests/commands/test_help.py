@@ -20,6 +20,7 @@ from prope.runtime.interrupts import Interrupts, Request
 IS_COMMAND = 'if __name__ == "__main__":'
 MODULES = sorted(path for path in (ROOT / "prope").rglob("*.py") if IS_COMMAND in path.read_text())
 PROGRAMS = [*MODULES, *sorted((ROOT / "launch").glob("*.py"))]
+PROGRAMS.remove(ROOT / "launch/tour.py")  # the cells of a notebook
 SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), ROOT / "launch/slurm.sbatch"])
 SCRIPTS.remove(ROOT / "launch/common.sh")  # functions that the others source
 

@@ -67,11 +67,13 @@ def test_setup_knows_the_extras_of_the_project_and_its_own_folder(tmp_path):
     assert str(tmp_path) in refused(done) and not list(tmp_path.iterdir())
 
 
-def set_up(folder, *calls_of_it: str, **environment) -> subprocess.CompletedProcess:
-    """Sources setup.sh in a folder that has the files it reads."""
+def set_up(folder, *calls_of_it: str, sys="/sys/", **environment) -> subprocess.CompletedProcess:
+    """Sources setup.sh in a folder that has the files it reads, with another /sys."""
     for name in ("launch/setup.sh", "launch/constraints.txt", "pyproject.toml"):
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
+    setup = folder / "launch/setup.sh"
+    setup.write_text(setup.read_text().replace("/sys/", sys))
     script = "; ".join(f"source launch/setup.sh {call}" for call in calls_of_it)
     return subprocess.run(
         ["bash", "-c", f'{script}; echo "$? ${{activated:-no}}"'],
@@ -130,6 +132,69 @@ def test_setup_brings_a_newer_python_where_a_machine_in_a_cloud_has_none(extra, 
     _, uv, venv, _, editable = (tmp_path / "calls").read_text().splitlines()
     assert uv == "-m uv python install --quiet 3.11"
     assert venv == "new -m venv .venv" and editable.endswith(f"--editable .[{extra}]")
+
+
+SMI = """#!/bin/sh
+[ {code} = 0 ] || {{ echo "NVIDIA-SMI has failed" >&2; exit {code}; }}
+case "$*" in
+  *driver_version*) echo {driver} ;;
+  *)
+    [ {gpus} != 0 ] || echo "No devices found."
+    for i in $(seq 1 {gpus}); do echo "GPU $((i - 1)): NVIDIA H100 (UUID: GPU-$i)"; done ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("smi", "pci", "call", "environment", "extra", "said"),
+    [
+        (None, None, "", {}, "", ""),
+        ({"code": 9}, None, "", {}, "", ""),
+        ({"gpus": 0}, None, "", {}, "", ""),
+        ({}, None, "", {}, "gpu", "lists 1 GPU; for none"),
+        ({"gpus": 2}, None, "", {}, "gpu", "lists 2 GPUs; for none"),
+        ({"driver": "570.86.15"}, None, "", {}, "", "570.86.15 of the GPU is older than 580"),
+        ({"driver": "[N/A]"}, None, "", {}, "gpu", "lists 1 GPU"),
+        ({}, None, '""', {"PROPE_EXTRA": "hf"}, "", ""),
+        ({}, None, "hf", {}, "hf", ""),
+        ({}, None, "", {"PROPE_EXTRA": ""}, "", ""),
+        (None, None, "", {"PROPE_EXTRA": "tpu"}, "tpu", ""),
+        (None, ("0x1ae0", "0x0063"), "", {}, "tpu", "has 1 TPU chip; for none"),
+        (None, ("0x1ae0", "0x0042"), "", {}, "", ""),  # a virtual network card of Google's
+        (None, ("0x8086", "0x0063"), "", {}, "", ""),
+    ],
+)
+def test_setup_takes_the_extra_of_what_is_here(smi, pci, call, environment, extra, said, tmp_path):
+    put_program(tmp_path / ".venv/bin/python", f'#!/bin/sh\necho "$@" >>{tmp_path}/calls\n')
+    (tmp_path / ".venv/bin/activate").touch()
+    (tmp_path / "bin").mkdir()
+    if smi is not None:
+        values = {"code": 0, "gpus": 1, "driver": "580.65.06"} | smi
+        put_program(tmp_path / "bin/nvidia-smi", SMI.format(**values))
+    if pci:
+        device = tmp_path / "sys/bus/pci/devices/0000:00:04.0"
+        device.mkdir(parents=True)
+        for name, value in zip(("vendor", "device"), pci, strict=True):
+            (device / name).write_text(f"{value}\n")
+    variables = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"} | environment
+    done = set_up(tmp_path, call, sys=f"{tmp_path}/sys/", **variables)
+    assert done.stdout == "0 no\n", done.stderr
+    installed = (tmp_path / "calls").read_text().splitlines()[-1]
+    assert installed.endswith(f"--editable .[{extra}]" if extra else "--editable .")
+    lines = done.stderr.replace("installing the pinned", "\0").splitlines()
+    lines = [line for line in lines if not line.startswith("\0")]
+    assert [said in line for line in lines] == [True] * bool(said), done.stderr
+
+
+def test_quickstart_installs_for_the_gpu_that_is_here(tmp_path):
+    (tmp_path / "launch").mkdir()
+    for name in ("common.sh", "quickstart.sh"):
+        shutil.copy(ROOT / "launch" / name, tmp_path / "launch")
+    (tmp_path / "launch/setup.sh").write_text('echo "setup $# $*"')
+    put_program(tmp_path / "bin/python", '#!/bin/sh\necho "$@"')
+    done = launch("quickstart.sh", "W", root=tmp_path, PATH=f"{tmp_path}/bin:/usr/bin:/bin")
+    assert done.stdout.splitlines()[0] == "setup 0 "
+    assert done.stdout.splitlines()[1].endswith("--workdir=W")
 
 
 # --- local_pod.sh -----------------------------------------------------------------------------

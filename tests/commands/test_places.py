@@ -87,6 +87,7 @@ PLACES = [
     ("prope.ask", ("workdir", "output")),
     ("prope.sample", ("workdir", "prompts")),
     ("prope.analyze", ("workdir", "data_dir", "text", "output")),
+    ("prope.choose", ("workdir", "data_dir", "text", "analysis", "output")),
     ("prope.report", ("workdir", "sweep", "output")),
     ("prope.export_hf", ("workdir", "output")),
     ("prope.import_hf", ("input", "workdir", "tokenizer")),

@@ -210,7 +210,7 @@ def test_the_cpu_is_chosen_before_jax_is_imported(tmp_path, platforms):
     env |= {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     if platforms is not None:
         env["JAX_PLATFORMS"] = platforms
-    if command._accelerators():
+    if command.accelerators():
         pytest.skip("there are devices here")
     done = subprocess.run(
         [sys.executable, "-m", "prope.train", CONFIG, "--workdir=W"],

@@ -116,6 +116,7 @@ def test_every_form_gives_the_batches_of_jsonl(tmp_path, monkeypatch, form, size
     for field, values in batches[0].items():
         np.testing.assert_array_equal(batches[1][field], values)
     source = find_source(data_config(tmp_path, "files", tmp_path / "other"))
+    assert [text.decode() for text in texts_of(source)] == TEXTS
     assert len({chunk.key for chunk in source.chunks}) == len(source.chunks)
     if form in ("parquet", "arrow stream", "arrow file") and size == 300:
         assert len(source.chunks) > 5
@@ -150,10 +151,10 @@ def saved(table, **options):
 
 
 def column(values, name="text"):
-    return saved(pa.table({"id": list(range(len(values))), name: values}))
+    return saved(pa.table({"id": list(range(len(values))), name: values}), row_group_size=1)
 
 
-GOOD = column(TEXTS)
+GOOD = saved(table(TEXTS))
 HALF = saved(table(TEXTS * 9), row_group_size=60, compression="zstd", write_page_checksum=True)
 BAD = [
     ({"a.parquet": column(TEXTS, "texts")}, "(did you mean texts?); name it with config.data."),
@@ -178,7 +179,8 @@ BAD = [
 
 
 @pytest.mark.parametrize(("contents", "mentions"), BAD, ids=lambda value: str(value)[:40])
-def test_what_cannot_be_read_is_named(tmp_path, contents, mentions):
+def test_what_cannot_be_read_is_named(tmp_path, monkeypatch, contents, mentions):
+    monkeypatch.setattr(files, "chunk_bytes", lambda total: 100)
     (tmp_path / "text").mkdir()
     for name, content in contents.items():
         (tmp_path / "text" / name).write_bytes(content)

@@ -140,10 +140,19 @@ def test_the_command_learns_bpe_which_other_programs_read_alike(run_command, tmp
 
 
 def test_the_same_text_gives_the_same_file(model, spec, bucket):
+    """And the same figures."""
     path, kind = model
     again = epath.Path(bucket) / "another-name.model"
-    train_tokenizer(spec, str(again), 330, kind, 10**6)
+    result = train_tokenizer(spec, str(again), 330, kind, 10**6)
     assert again.read_bytes() == path.read_bytes()
+    rows = epath.Path(spec.data.data_dir, "all.jsonl").read_text().splitlines()
+    texts = [json.loads(row)["text"] for row in rows]
+    texts = [text for text in texts if not is_validation(text.encode(), 0.2)]
+    lines = [line for text in texts for line in text.splitlines(keepends=True)]
+    size = len("".join(lines).encode())
+    tokens = sum(map(len, processor(path).encode(lines)))
+    assert result["train_bytes"] == result["sample_bytes"] == size
+    assert result["bytes_per_token"] == round(size / tokens, 3)
 
 
 @pytest.mark.parametrize(("unk", "expected"), [(0, [0]), (3, [3]), (None, [])])

@@ -82,14 +82,35 @@ def test_the_last_window_may_predict_one_token(open_windows, shorter, count):
     assert weights.sum() == windows.store.targets("validation")
 
 
-def test_every_window_may_begin_with_bos(open_windows, expected):
+@pytest.mark.parametrize("mask_documents", [False, True])
+def test_every_window_may_begin_with_bos(open_windows, expected, mask_documents):
     """It replaces the first token that is read, and nothing that is predicted."""
-    plain = open_windows(bos_every_window=False).read(range(40))
-    changed = open_windows(bos_every_window=True).read(range(40))
+    fields = {"mask_documents": mask_documents}
+    plain = open_windows(**fields).read(range(40))
+    changed = open_windows(**fields, bos_every_window=True).read(range(40))
     assert (changed["tokens"][:, 0] == BOS).all()
     np.testing.assert_array_equal(changed["targets"].ravel(), expected[1 : 40 * T + 1])
     plain["tokens"][:, 0] = BOS
     assert_equal(changed, plain)
+
+
+def test_a_bos_of_id_0_is_not_predicted(open_windows, expected, tmp_path):
+    from tokenizers import Tokenizer, models
+
+    pieces = ["<s>", "</s>", *map(chr, range(97, 123))]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    tokenizer.add_special_tokens(pieces[:2])
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_str())
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    windows = open_windows(tokenizer=str(tmp_path))
+    tokens = np.array([{BOS: 0, EOS: 1}.get(token, token - 99) for token in expected])
+    np.testing.assert_array_equal(stream(windows.store, "train"), tokens)
+    batch = windows.read(range(windows.count))
+    predicted = batch["targets"][batch["weights"] > 0]
+    np.testing.assert_array_equal(predicted, tokens[tokens > 0])
+    assert windows.store.targets("train") == len(predicted)
+    shares = (np.bincount(predicted) + 1) / (len(predicted) + len(pieces))
+    assert windows.store.unigram_loss("train") == pytest.approx(-np.log(shares[predicted]).mean())
 
 
 # --- Order ------------------------------------------------------------------------------------

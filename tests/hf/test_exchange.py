@@ -358,10 +358,11 @@ def test_an_end_that_is_no_id(tmp_path, exported, ids):
 def test_windows_begin_as_the_tokenizer_begins_texts(
     tmp_path, exported, before_a_text, add_bos_token, expected
 ):
+    """Its id is 0 here."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
-    vocabulary = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokens = ["<|begin|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_special_tokens([AddedToken("<|end|>"), AddedToken("<|begin|>")])
     if before_a_text:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from etils import epath
 from scipy import stats
 from support.commands import ROOT
 from support.sweeps import SWEEP_PERCENTAGES as PERCENTAGES
@@ -37,6 +38,7 @@ from prope.spec.model import ModelSpec
 from prope.spec.run import Spec
 from prope.sweep import comparisons, context, curves, runs
 from prope.sweep.interventions import list_changes
+from prope.workdir.run import find_listed
 
 
 @pytest.fixture
@@ -102,7 +104,7 @@ def edit_values(sweep, change) -> None:
 
 def read_rows(sweep) -> tuple[list[runs.Run], list[dict]]:
     read = runs.read_sweep(sweep)
-    return read, sweep_page.result_rows(read, comparisons.compare_with_rope(read))
+    return read, sweep_page.result_rows(read, comparisons.compare_with_reference(read))
 
 
 def pictures_by_name(sweep) -> dict[str, drawing.Picture]:
@@ -549,6 +551,9 @@ def test_what_is_no_sweep_or_no_run_is_refused(run_command, sweep, tmp_path):
         ([f"--workdir={sweep}"], f"--workdir={sweep}: "),
         ([f"--workdir={tmp_path}/none"], f"--workdir={tmp_path}/none: "),
         ([f"--workdir={run}", "--contrast=a,b"], "--contrast=a,b: "),
+        ([f"--workdir={run}", f"--runs={run}"], "give either --workdir"),
+        ([f"--runs={run},{tmp_path}/none"], f"--runs={tmp_path}/none: "),
+        ([f"--runs={run}"], f"--runs={run}: no two compare"),
     ):
         done = run_command("prope.report", *flags)
         assert done.code == 2
@@ -560,6 +565,105 @@ def test_what_is_no_sweep_or_no_run_is_refused(run_command, sweep, tmp_path):
     (sweep / "sweep.json").write_text("{")
     with pytest.raises(UsageError, match=r"sweep\.json: "):
         runs.read_sweep(sweep)
+
+
+# --- Runs that are no sweep -----------------------------------------------------------------------
+
+
+def folders(sweep, *chosen) -> list[pathlib.Path]:
+    return [epath.Path(run_folder(sweep, *one)) for one in chosen]
+
+
+def test_runs_are_compared_with_the_first_over_seeds_as_in_their_sweep(sweep, undrawn):
+    order = [1.0, 0.0, 0.25]
+    chosen = [(p, seed) for p in order for seed in SEEDS]
+    result = sweep_page.report_runs(folders(sweep, *chosen))
+    first, *others = result["table"]
+    assert first["run"] == "rope_percentage=1,seed=0" and first["minus_first"] is None
+    for p, row in zip(order[1:], others, strict=True):
+        assert row["runs"] == 2 and row["minus_first"]["over"] == "2 seeds"
+        assert row["minus_first"]["interval"] == pytest.approx(interval(sweep, p))
+        assert row["eval_loss"] == pytest.approx(finals(sweep, p).mean())
+    fields = {"model.rope_percentage": [p for p, _ in chosen], "seed": [seed for _, seed in chosen]}
+    assert result["differing"] == fields
+    page = Page(pathlib.Path(result["output"]))
+    assert result["output"] == f"{folders(sweep, (1.0, 0))[0]}/compared/index.html"
+    rows = table_with(page, "rope_percentage=1,seed=0")
+    assert {row[0]: list(map(float, row[1:])) for row in rows[:2]} == fields
+    assert "RoPE’s" not in page.text and "loss minus rope_percentage=1,seed=0’s" in page.text
+
+
+def test_two_runs_of_any_seeds_are_compared_by_document(sweep, undrawn):
+    rng = np.random.default_rng(0)
+    pair = folders(sweep, (0.25, 0), (1.0, 1))
+    losses = []
+    for folder in pair:
+        write_lines(folder / "eval.jsonl", [write_evaluation(folder, rng, "a", 100, None)])
+        (saved,) = (folder / "eval/10").glob("*.npz")
+        losses.append(np.load(saved)["loss"].astype(float).sum(axis=1) / 128)  # tokens, of each
+    expected = stats.ttest_rel(losses[1], losses[0])
+    _, row = sweep_page.report_runs(pair)["table"]
+    assert row["minus_first"]["over"] == "documents"
+    assert row["minus_first"]["loss"] == pytest.approx((losses[1] - losses[0]).mean())
+    assert row["minus_first"]["interval"] == pytest.approx(tuple(expected.confidence_interval()))
+    shutil.rmtree(pair[1] / "eval")
+    result = sweep_page.report_runs(pair)
+    assert result["table"][1]["minus_first"]["interval"] is None
+    assert "has kept no sums by document" in Page(pathlib.Path(result["output"])).text
+
+
+def of_another_text(folder):
+    records = read_lines(folder / "eval.jsonl")
+    write_lines(folder / "eval.jsonl", [record | {"fingerprint": "b"} for record in records])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (of_another_text, "fingerprint b, seq_len 256"),
+        (lambda folder: (folder / "eval.jsonl").unlink(), "not evaluated there"),
+        (lambda folder: shutil.rmtree(folder / "eval"), ""),
+    ],
+)
+def test_a_run_that_cannot_be_compared_is_left_out_with_the_reason(sweep, change, reason, undrawn):
+    chosen = folders(sweep, (1.0, 0), (0.0, 0), (0.25, 0))
+    (chosen[1] / "eval").mkdir()
+    change(chosen[1])
+    result = sweep_page.report_runs(chosen)
+    left_out = [entry["name"] for entry in result["left_out"]]
+    compared = [row["run"] for row in result["table"]]
+    names = [path.name for path in chosen]
+    if not reason:
+        assert (compared, left_out) == (names, [])
+        return
+    assert (compared, left_out) == ([names[0], names[2]], [names[1]])
+    assert reason in result["left_out"][0]["reason"]
+    rows = table_with(Page(pathlib.Path(result["output"])), "why")
+    assert [row[0] for row in rows] == left_out and reason in rows[0][1]
+    with pytest.raises(UsageError, match=f"no two compare: .*{reason}") as refused:
+        sweep_page.report_runs(chosen[:2])
+    assert "\n" not in str(refused.value)
+
+
+def test_equal_configs_are_runs_of_their_own_and_may_begin_from_others(sweep, tmp_path):
+    (first,) = folders(sweep, (1.0, 0))
+    again = epath.Path(shutil.copytree(first, tmp_path / "other" / first.name))
+    read, _ = runs.read_runs([first, again])
+    assert [run.group for run in read] == [str(first), str(again)]
+    read = [
+        dataclasses.replace(read[0], init_hash="1"),
+        dataclasses.replace(read[1], init_hash="2"),
+    ]
+    assert sweep_page.equality(read)["error"]
+    read[1] = dataclasses.replace(read[1], init_from="/runs/base")
+    assert sweep_page.equality(read)["error"] is None
+
+
+def test_a_list_of_runs_may_hold_folders_and_names_with_commas(sweep):
+    one, two = folders(sweep, (0.25, 1), (1.0, 0))
+    assert find_listed(f"{one},{two},{one}") == [one, two]
+    assert find_listed(f"{two},{sweep}")[0] == two
+    assert len(find_listed(str(sweep))) == len(PERCENTAGES) * len(SEEDS)
 
 
 # --- The paper's numbers, and the headline --------------------------------------------------------
@@ -605,7 +709,13 @@ def test_the_headline_claims_no_more_than_the_interval(differences, claims):
     difference = average_seeds(differences)
     better = difference.difference < 0
     rope = dict.fromkeys(("reference", "difference", "documents"))
-    rope |= {"group": "p = 1", "over": "", "perplexity": 5.0, "best": not better}
+    rope |= {
+        "group": "p = 1",
+        "compared_with": "RoPE",
+        "over": "",
+        "perplexity": 5.0,
+        "best": not better,
+    }
     row = rope | {"group": "p = 0.75", "reference": "p = 1", "difference": difference}
     row |= {"over": "3 seeds", "perplexity": 4.9 if better else 5.1, "best": better}
     lead = sweep_page.lead([row, rope])
@@ -630,7 +740,7 @@ def test_intervals_over_seeds_and_documents_stand_beside_those_over_seeds(sweep)
             folder = run_folder(sweep, p, seed)
             record = write_evaluation(folder, rng, "a", 100, None)
             write_lines(folder / "eval.jsonl", [record])
-    compared = comparisons.compare_with_rope(runs.read_sweep(sweep))
+    compared = comparisons.compare_with_reference(runs.read_sweep(sweep))
     page = write_page(sweep)
     head, *rows = page.tables[0]
     assert head[7] == "over seeds and documents"

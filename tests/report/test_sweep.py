@@ -215,12 +215,14 @@ act = act[min(open("started").read().split().count(name), len(act)) - 1]
 if act == "wait":
     def stop(number, frame):
         print("told", signal.Signals(number).name, file=sys.stderr, flush=True)
+        print("cores", *os.sched_getaffinity(0), file=sys.stderr, flush=True)
         time.sleep(0.3)
         print("saved", file=sys.stderr, flush=True)
         sys.exit({signal.SIGTERM: 75, signal.SIGINT: 130}[number])
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     open("waiting", "w").close()
+    open(f"waiting {name}", "w").close()
     time.sleep(60)
 elif act < 0:
     os.kill(os.getpid(), -act)
@@ -279,7 +281,7 @@ def test_a_sweep_hands_on_that_it_is_to_stop_and_waits(fake, start, number, code
     os.kill(process.pid, number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == code
-    assert f"told {number.name}\nsaved\n" in err and err.count("told") == 1
+    assert re.search(rf"told {number.name}\ncores .*\nsaved\n", err) and err.count("told") == 1
     assert started(folder) == ["seed=0"] and "the same command goes on" in err
 
 
@@ -298,6 +300,72 @@ def test_a_stopped_sweep_says_that_it_was_stopped(monkeypatch, number, code, exp
     children = execute.ChildProcesses()
     handlers[number](number, None)
     assert children.exit_code(code) == expected
+
+
+# --- Several at a time ----------------------------------------------------------------------------
+
+NVIDIA = [pathlib.Path(f"/dev/nvidia{name}") for name in (0, 1, 2, "ctl", "-uvm")]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "found", "visible", "cores", "shares"),
+    [
+        (1, NVIDIA, None, [0, 1], [("", ())]),
+        (2, [], None, [0, 1], [("", [0]), ("", [1])]),
+        (2, [], "0,1,2", [2, 3, 6, 7, 9], [("", [2, 3]), ("", [6, 7])]),
+        (3, NVIDIA, None, [0], [("0", ()), ("1", ()), ("2", ())]),
+        (2, NVIDIA, "3,MIG-a,5,6", [0], [("3,MIG-a", ()), ("5,6", ())]),
+        (2, NVIDIA, "", [0, 1], [("", [0]), ("", [1])]),
+        (3, [], None, [0, 1], "--jobs=3: there are 2 cores here for them; give fewer"),
+        (4, NVIDIA, None, [0] * 9, "--jobs=4: there are 3 GPUs here for them; give fewer"),
+        (2, NVIDIA, "1", [0, 1], "--jobs=2: there are 1 GPUs"),
+        (2, [pathlib.Path("/dev/accel0")], None, [0, 1], "/dev/accel0 cannot be divided"),
+    ],
+)
+def test_a_machine_is_divided(jobs, found, visible, cores, shares, monkeypatch):
+    monkeypatch.setattr(execute, "accelerators", lambda: found)
+    monkeypatch.setattr(execute, "list_cores", lambda: cores)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if isinstance(shares, str):
+        assert shares in refusal(lambda: execute.split_machine(jobs))
+    else:
+        assert execute.split_machine(jobs) == shares
+
+
+two_cores = pytest.mark.skipif(len(execute.list_cores()) < 2, reason="needs two cores")
+
+
+@two_cores
+def test_a_run_that_fails_leaves_those_beside_it(fake, finish):
+    folder = fake({0: [1], 1: [0], 2: [76, 2]})
+    code, result, err = finish(*SEEDS, "--jobs=2", cwd=folder, JAX_PLATFORMS="cpu")
+    assert code == 1 and sorted(started(folder)) == ["seed=0", "seed=1", "seed=2", "seed=2"]
+    failed = [name for name, _ in re.findall(r"(seed=.) \((.*?)\)", error_of(err))]
+    assert sorted(failed) == ["seed=0", "seed=1", "seed=2"]
+    assert {run["state"] for run in result["runs"]} == {"failed"}
+    assert err.count("seed=0: stopped: because\n") == 1  # lines of one run are told from others
+    code, _, err = finish(*SEEDS, "--jobs=2", "--launcher=true", cwd=folder, JAX_PLATFORMS="cpu")
+    assert code == 2 and "--jobs=2: the runs of a launcher are not here" in error_of(err)
+
+
+@two_cores
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_all_runs_at_work_are_told_to_stop(fake, start, number, code):
+    folder = fake({0: ["wait"], 1: ["wait"]})
+    process = start(*SEEDS, "--jobs=2", cwd=folder, JAX_PLATFORMS="cpu")
+    for name in ("seed=0", "seed=1"):
+        wait_until(folder / f"waiting {name}", process)
+    os.kill(process.pid, number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code and sorted(started(folder)) == ["seed=0", "seed=1"]
+    cores = []
+    for name in ("seed=0", "seed=1"):
+        assert err.count(f"{name}: told {number.name}\n") == err.count(f"{name}: saved\n") == 1
+        cores.append(set(re.search(rf"{name}: cores (.*)", err)[1].split()))
+    assert cores[0] and cores[1] and not cores[0] & cores[1]
 
 
 @pytest.mark.slow
@@ -407,7 +475,7 @@ class ListedCodes:
         self.commands = []
         self.stop_signal = None
 
-    def run(self, command, lock):
+    def run(self, command, lock, share, prefix):
         self.commands.append(command)
         code = self.codes.pop(0)
         if isinstance(code, str):
@@ -467,10 +535,10 @@ def test_a_run_that_has_no_files_is_told_with_why_it_failed(codes, reason, tmp_p
     first, other = plan(grids, "file.py", config, {})
 
     class Children(ListedCodes):
-        def run(self, command, lock):
+        def run(self, *arguments):
             if isinstance(self.codes[0], Killed):
                 raise self.codes[0]
-            return super().run(command, lock)
+            return super().run(*arguments)
 
     path = epath.Path(tmp_path)
     sweep = execute.Sweep(path, [first, other], [])

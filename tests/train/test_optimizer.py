@@ -63,6 +63,7 @@ def test_a_stable_rate_decays_in_its_share_of_the_steps(schedule, share, warmup)
         ("wsd", 90, {"optimizer.decay_share": 0.1}, 82 - 1),
         ("wsd", 90, {}, None),
         ("constant", 100, {"num_steps": 200}, None),
+        ("constant", 30, {"num_steps": 9}, 1),  # which is shorter than its warmup
     ],
 )
 def test_a_run_goes_on_for_longer_where_its_rates_were_the_same(schedule, step, fields, first):
@@ -72,7 +73,7 @@ def test_a_run_goes_on_for_longer_where_its_rates_were_the_same(schedule, step, 
     assert differences(spec.flat(), before.flat()) == []
     if first is None:
         return check_extension(spec, before, step)
-    assert f"rates from step {first} on; copy" in refusal(check_extension, spec, before, step)
+    assert f"rates from step {first} on; keep" in refusal(check_extension, spec, before, step)
     return None
 
 

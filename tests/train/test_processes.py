@@ -4,6 +4,7 @@ import errno
 import re
 import subprocess
 import sys
+import types
 
 import jax
 import pytest
@@ -204,12 +205,17 @@ def test_a_process_says_for_what_it_waits(environ, monkeypatch):
 @pytest.mark.parametrize(
     "error", [AssertionError(), RuntimeError("Unable to initialize backend 'cuda': none\nfound")]
 )
-def test_devices_that_are_not_there_are_named_as_asked_for(error, monkeypatch):
+@pytest.mark.parametrize("asked", ["JAX_PLATFORMS=cuda", "JAX_PLATFORM_NAME=gpu"])
+def test_devices_that_are_not_there_are_named_as_asked_for(error, asked, monkeypatch):
     def process_count():
         raise error
 
-    monkeypatch.setattr(processes.jax, "process_count", process_count)
-    with pytest.raises(UsageError, match=r"^JAX_PLATFORMS=[^\n]*setup\.sh gpu[^\n]*$"):
+    name, _, value = asked.lower().partition("=")
+    values = {"jax_platforms": None, "jax_platform_name": "", name: value}
+    config = types.SimpleNamespace(values=values, **values)
+    fake = types.SimpleNamespace(process_count=process_count, config=config)
+    monkeypatch.setattr(processes, "jax", fake)
+    with pytest.raises(UsageError, match=rf"^{asked}: [^\n]*setup\.sh gpu[^\n]*$"):
         processes.check_count()
 
 

@@ -8,7 +8,7 @@ synthetic/TASK and longcontext/TASK have no documents: prope/data/tasks generate
 from prope.data.sources.base import Source, TextRule
 from prope.data.sources.files import files
 from prope.data.sources.python_library import python_docs, python_source
-from prope.data.sources.remote import hub_errors, is_hub, pin_commit
+from prope.data.sources.remote import hub_folder, is_hub
 from prope.data.sources.tfds import download_hint, tfds_source
 from prope.data.sources.user_function import user_documents
 from prope.errors import usage_error
@@ -36,8 +36,8 @@ def find_source(data: DataSpec) -> Source:
 
     def find() -> Source:
         if is_hub(folder):
-            with hub_errors(folder):
-                return files(pin_commit(folder), rule, data.pattern, cache)
+            with hub_folder(folder) as commit:
+                return files(commit, rule, data.pattern, cache)
         is_there = any(folder.iterdir()) if is_url(folder) else folder.is_dir()
         if not data.data_dir or not is_there:
             raise FileNotFoundError

@@ -23,13 +23,18 @@ def is_hub(place: epath.PathLike) -> bool:
 
 
 @contextlib.contextmanager
-def hub_errors(folder: epath.Path) -> Iterator[None]:
-    """Raises UsageError about config.data.data_dir where the Hub does not give what is asked."""
-    from huggingface_hub import errors
+def hub_folder(folder: epath.Path) -> Iterator[epath.Path]:
+    """Yields a folder of the Hub as it is in the newest commit of its revision.
+
+    Raises UsageError about config.data.data_dir where the Hub does not give what is asked.
+    """
+    from huggingface_hub import HfApi, HfFileSystem, errors
 
     of_hub = (errors.HTTPError, errors.EntryNotFoundError, errors.XetDownloadError)
     try:
-        yield
+        place = HfFileSystem().resolve_path(str(folder))
+        commit = HfApi().dataset_info(place.repo_id, revision=place.revision).sha
+        yield epath.Path(f"hf://datasets/{place.repo_id}@{commit}") / place.path_in_repo
     except (OSError, ValueError, *of_hub) as error:
         if is_disk_full(error):
             raise
@@ -38,15 +43,6 @@ def hub_errors(folder: epath.Path) -> Iterator[None]:
         remedy = "correct it, or accept its terms there and run hf auth login, or elsewhere "
         remedy += f"hf download {name} --repo-type=dataset --local-dir=DIR, then set data_dir=DIR"
         raise usage_error("config.data.data_dir", folder, problem, remedy) from error
-
-
-def pin_commit(folder: epath.Path) -> epath.Path:
-    """Returns a folder of the Hub as it is in the newest commit of its revision."""
-    from huggingface_hub import HfApi, HfFileSystem
-
-    place = HfFileSystem().resolve_path(str(folder))
-    info = HfApi().repo_info(place.repo_id, revision=place.revision, repo_type=place.repo_type)
-    return epath.Path(f"hf://datasets/{place.repo_id}@{info.sha}") / place.path_in_repo
 
 
 def download(folder: epath.Path, names: Sequence[str]) -> epath.Path:

@@ -53,17 +53,17 @@ def _read(
     """Yields the documents of row groups start .. stop - 1, before which there are `row` rows."""
     import pyarrow as pa
 
+    texts = pa.schema([(name, pa.large_binary()) for name in rule.features])
     try:
         with _open(path, rule, start, stop) as (_, batches):
             for batch in batches:
-                columns = [batch.column(name).cast(pa.large_binary()) for name in rule.features]
-                for values in zip(*(column.to_pylist() for column in columns), strict=True):
+                for values in batch.select(texts.names).cast(texts).to_pylist():
                     row += 1
-                    if None in values:
+                    if None in values.values():
                         yield Document(b"")  # which is left out, and counted
                         continue
                     try:
-                        yield rule.document(dict(zip(rule.features, values, strict=True)))
+                        yield rule.document(values)
                     except UsageError as error:
                         yield bad_row(f"{path} row {row}", error)
     except UsageError as error:
@@ -85,7 +85,9 @@ def _open(
     place = os.fspath(local_file(path))
     try:
         if path.suffix.lower() == ".parquet":
-            file = parquet.ParquetFile(place, buffer_size=2**20, page_checksum_verification=True)
+            # A row group may be larger than the memory.
+            options = {"buffer_size": 2**20, "pre_buffer": False}
+            file = parquet.ParquetFile(place, page_checksum_verification=True, **options)
             _check_columns(file.schema_arrow, rule)
             numbers = range(file.num_row_groups)
             groups = map(file.metadata.row_group, numbers)

@@ -246,10 +246,12 @@ def _concatenate(
 
     def read(split: str) -> Iterator[np.ndarray]:
         for number, record in enumerate(records):
-            elements = pack.read_elements(chunks, number, split, record, dtype)
-            predicted = elements[elements < vocab_size]  # prompts have the top bit
-            counts[split] += np.bincount(predicted, minlength=vocab_size)
-            yield elements
+            whole = pack.read_elements(chunks, number, split, record, dtype)
+            for start in range(0, len(whole), arrays.SHARD):
+                elements = whole[start : start + arrays.SHARD]
+                predicted = elements[elements < vocab_size]  # prompts have the top bit
+                counts[split] += np.bincount(predicted, minlength=vocab_size)
+                yield elements
 
     for split in splits:
         size = sum(record[split]["tokens"] for record in records)

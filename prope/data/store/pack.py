@@ -127,12 +127,13 @@ def pack(chunk: Chunk, folder: pathlib.Path, number: int) -> dict:
 def read_elements(
     folder: pathlib.Path, number: int, split: str, record: dict, dtype: np.dtype
 ) -> np.ndarray:
-    """Returns the elements of a chunk.
+    """Returns the elements of a chunk, which stay on the disk until they are looked at.
 
     A file that is not what was written, as after a power failure, is dropped: RunFailed.
     """
     path = folder / f"{number}.{split}"
-    elements = np.fromfile(path, dtype) if path.exists() else np.empty(0, dtype)
+    count = path.stat().st_size // dtype.itemsize if path.exists() else 0
+    elements = np.memmap(path, dtype, "r", shape=count) if count else np.empty(0, dtype)
     if zlib.crc32(elements) != record[split]["crc"]:
         (folder / f"{number}.json").unlink(missing_ok=True)
         problem = f"chunk {number} is damaged and was dropped"

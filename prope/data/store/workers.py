@@ -18,7 +18,7 @@ from prope.data.store.arrays import SPLITS
 from prope.data.store.split import SplitRule
 from prope.errors import RunFailed, log
 from prope.runtime.files import read_json
-from prope.runtime.processes import count_cores
+from prope.runtime.processes import list_cores
 from prope.runtime.progress import has_bars
 from prope.spec.data import DataSpec
 
@@ -47,7 +47,9 @@ def pack_chunks(
     megabytes = source.num_bytes / 1e6
     size = f" (about {megabytes:.1f} MB of text)" if megabytes else ""
     log.info("data: packing %s%s%s", source.name, size, reused)
-    num_workers = data.num_workers or (1 if missing_bytes < _ONE_PROCESS_BYTES else count_cores())
+    num_workers = data.num_workers or (
+        1 if missing_bytes < _ONE_PROCESS_BYTES else len(list_cores())
+    )
     num_workers = max(1, min(num_workers, len(missing)))
     settings = (data.tokenizer, rule, data.loss_on == "targets", data.max_bad_rows)
     stats |= {"workers": num_workers, "tokens": 0}
