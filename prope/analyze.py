@@ -23,37 +23,47 @@ from prope.errors import UsageError, usage_error
 
 def define_flags() -> None:
     """Defines the command's flags."""
-    workdir = "directory of a run, or one with runs below it: all are analysed"
-    command.define_place("workdir", workdir)
-    step = "checkpoint to analyse; the newest by default"
-    flags.DEFINE_integer("step", None, step, lower_bound=0)
-    sequences = "number of documents whose beginnings are read"
-    flags.DEFINE_integer("sequences", 8, sequences, lower_bound=1)
-    seq_len = "tokens of each, at least 3; the training length by default"
-    flags.DEFINE_integer("seq_len", None, seq_len, lower_bound=3)
+    command.define_place(
+        "workdir", "directory of a run, or one with runs below it: all are analysed"
+    )
+    flags.DEFINE_integer(
+        "step", None, "checkpoint to analyse; the newest by default", lower_bound=0
+    )
+    flags.DEFINE_integer(
+        "sequences", 8, "number of documents whose beginnings are read", lower_bound=1
+    )
+    flags.DEFINE_integer(
+        "seq_len", None, "tokens of each, at least 3; the training length by default", lower_bound=3
+    )
     dataset = "another dataset, as in config.data.dataset; of an import python_docs by default"
     flags.DEFINE_string("dataset", None, dataset)
     command.define_place("data_dir", "folder of the dataset, as in config.data.data_dir")
     command.define_place("text", "file to read instead of documents")
     flags.DEFINE_string("layers", None, "layers to measure, as in 0,3; all by default")
-    heads = "heads to show, as in 0.2,3.1 for LAYER.HEAD; the strongest by default"
-    flags.DEFINE_string("heads", None, heads)
+    flags.DEFINE_string(
+        "heads", None, "heads to show, as in 0.2,3.1 for LAYER.HEAD; the strongest by default"
+    )
     window = "tokens of the first sequence in maps, as in 100:148; the first 48 by default"
     flags.DEFINE_string("window", None, window)
-    tokens = "positions in tables, as in 0,17,41; the first 8 of the window by default"
-    flags.DEFINE_string("tokens", None, tokens)
+    flags.DEFINE_string(
+        "tokens", None, "positions in tables, as in 0,17,41; the first 8 of the window by default"
+    )
     head_of = "token, to find heads that attend to it right after it, elsewhere to the first one"
     flags.DEFINE_string("head_of", None, head_of)
-    channel = "channels to show, as in 0.2.15 for LAYER.HEAD.PAIR; pair 0 is the fastest"
-    flags.DEFINE_string("channel", None, channel)
-    channels = "semantic channels to ablate; 0 saves that time"
-    flags.DEFINE_integer("channels", 4, channels, lower_bound=0)
-    every = "also draw all heads of no kind, which are only listed without it"
-    flags.DEFINE_boolean("all_heads", False, every)
+    flags.DEFINE_string(
+        "channel", None, "channels to show, as in 0.2.15 for LAYER.HEAD.PAIR; pair 0 is the fastest"
+    )
+    flags.DEFINE_integer(
+        "channels", 4, "semantic channels to ablate; 0 saves that time", lower_bound=0
+    )
+    flags.DEFINE_boolean(
+        "all_heads", False, "also draw all heads of no kind, which are only listed without it"
+    )
     paper = "make the paper's figures and tables of a checkpoint, of the heads that fit them best"
     flags.DEFINE_boolean("paper", False, paper)
-    output = "folder for the results instead of --workdir, such as that of another user"
-    command.define_place("output", output)
+    command.define_place(
+        "output", "folder for the results instead of --workdir, such as that of another user"
+    )
 
 
 def main() -> dict:

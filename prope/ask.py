@@ -25,10 +25,11 @@ def define_flags() -> None:
     flags.DEFINE_string("tasks", "all", "all, or some, as in passkey,niah-16")
     form = "compact, or prose for models of text; by default prose where the tokenizer is not byte"
     flags.DEFINE_enum("form", None, ["compact", "prose"], form)
-    depths = (
-        "where the evidence stands, in fractions of the prompt as in 0,0.5,1; eighths by default"
+    flags.DEFINE_string(
+        "depths",
+        None,
+        "where the evidence stands, in fractions of the prompt as in 0,0.5,1; eighths by default",
     )
-    flags.DEFINE_string("depths", None, depths)
     flags.DEFINE_integer("trials", 32, "prompts of each depth", lower_bound=1)
     flags.DEFINE_integer(
         "seed", 0, "from which prompts are drawn", lower_bound=0, upper_bound=2**32 - 1

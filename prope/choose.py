@@ -20,16 +20,19 @@ from prope.inference import options
 def define_flags() -> None:
     """Defines the command's flags."""
     command.define_place("workdir", "directory of a run whose pairs all rotate")
-    rules = ["change", "norm", "fast", "slow", "uniform"]
-    flags.DEFINE_enum("rule", "change", rules, "what a pair is scored by")
-    share = "share of the pairs that rotate"
-    flags.DEFINE_float("keep", 0.5, share, lower_bound=0.0, upper_bound=1.0)
+    flags.DEFINE_enum(
+        "rule", "change", ["change", "norm", "fast", "slow", "uniform"], "what a pair is scored by"
+    )
+    flags.DEFINE_float(
+        "keep", 0.5, "share of the pairs that rotate", lower_bound=0.0, upper_bound=1.0
+    )
     per = "whose pairs are chosen together: a key head's, a layer's, the same for its heads, or all"
     flags.DEFINE_enum("per", "head", ["head", "layer", "model"], per)
     command.define_place("analysis", "analysis.json whose norms are taken, instead of measuring")
     flags.DEFINE_integer("step", None, "checkpoint; the newest by default", lower_bound=0)
-    sequences = "number of documents whose beginnings are measured"
-    flags.DEFINE_integer("sequences", 16, sequences, lower_bound=1)
+    flags.DEFINE_integer(
+        "sequences", 16, "number of documents whose beginnings are measured", lower_bound=1
+    )
     seq_len = "tokens of these, and of the windows of evaluation; the training length by default"
     flags.DEFINE_integer("seq_len", None, seq_len, lower_bound=3)
     flags.DEFINE_string("dataset", None, "another dataset, as in config.data.dataset")

@@ -20,7 +20,6 @@ from prope.spec.model import ModelSpec
 from prope.spec.run import FIELDS, GROUPS, Spec, by_group, check_run
 from prope.user_code import is_user_code, load_function
 
-_FUNCTIONS = ("optimizer.schedule",)  # fields that may name a function on which a run depends
 # A Python file with an argument, the path of a config.json.
 _READER = f"{pathlib.Path(__file__).parent / 'workdir' / 'saved_config.py'}:"
 
@@ -95,22 +94,21 @@ def spec_from_dict(values: dict) -> Spec:
 
 
 def _embed(fields: dict[str, Any]) -> dict[str, Any]:
-    """Replaces a file and a function that say how pairs rotate by their pairs and frequencies."""
+    """Replaces a file and a function that say how pairs rotate by their pairs and frequencies.
+
+    A schedule "my_module:function" becomes "my_module:function@HASH".
+    """
     pairs = fields["model.rope_pairs"]
     if pairs.endswith(".json"):
         fields["model.rope_pairs"] = read_pairs("config.model.rope_pairs", pairs)
     if is_user_code(fields["model.rope_type"]):
         fields["model.rope_frequencies"] = _call_for_layers(fields)
         fields["model.rope_type"] = "custom"
-    return fields | {name: _with_hash(name, fields[name]) for name in _FUNCTIONS}
-
-
-def _with_hash(field: str, value: str) -> str:
-    """Returns a value "my_module:function" as "my_module:function@HASH"; others as they are."""
-    name = value.partition("@")[0]
-    if not is_user_code(name):
-        return value
-    return f"{name}@{load_function(f'config.{field}', name).source_hash[:12]}"
+    schedule, _, _ = fields["optimizer.schedule"].partition("@")
+    if is_user_code(schedule):
+        source_hash = load_function("config.optimizer.schedule", schedule).source_hash
+        fields["optimizer.schedule"] = f"{schedule}@{source_hash[:12]}"
+    return fields
 
 
 def read_pairs(field: str, path: str) -> str:

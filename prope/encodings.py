@@ -357,11 +357,10 @@ def rotation_tables(layers: Sequence, positions: jax.Array) -> Tables:
         per_layer["table"] = np.array([table_of[layer.number] for layer in layers])
     if not all(rotating.all() for rotating in rotates.values()):
         most = np.max([rotating.shape for rotating in rotates.values()], axis=0)
-        filled = [np.zeros(most, bool) for _ in layers]
+        filled = per_layer["rotates"] = np.zeros((len(layers), *most), bool)
         for layer, row in zip(layers, filled, strict=True):
             K, P = layer.frequencies.shape
             row[:K, :P] = rotates[layer.number]
-        per_layer["rotates"] = np.stack(filled)
     return Tables(by_kind, per_layer)
 
 

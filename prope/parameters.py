@@ -146,7 +146,7 @@ def row_path(path: str) -> str:
     return path.replace(f"/{stack}/", "/", 1) if stack else path
 
 
-def axis_sizes(model: ModelSpec, path: str = "") -> dict[str, int]:
+def axis_sizes(model: ModelSpec, path: str) -> dict[str, int]:
     """Returns the size of every axis letter, for the parameter at `path`."""
     numbers = model.stacks.get(stack_of(path) or "", range(model.num_layers))
     layer = model.layers[numbers[0]]

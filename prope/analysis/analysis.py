@@ -226,7 +226,7 @@ def _ablate_strongest(walk: Walk, losses: np.ndarray, count: int, result: dict) 
     """Leaves the strongest channels of all layers, with the loss without each."""
     loss, stderr, *_ = average_seeds(losses.tolist())
     result["loss"] = {"loss": loss, "stderr": stderr}
-    result["channels"].sort(key=lambda channel: -channel["strength"])
-    del result["channels"][count:]
-    log.info("loss %.4f; now without each of %d channels", loss, len(result["channels"]))
-    channels.ablate(walk, result["channels"], losses)
+    strongest = sorted(result["channels"], key=lambda channel: -channel["strength"])[:count]
+    result["channels"] = strongest
+    log.info("loss %.4f; now without each of %d channels", loss, len(strongest))
+    channels.ablate(walk, strongest, losses)

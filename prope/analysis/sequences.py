@@ -10,8 +10,7 @@ from prope.data.tasks.synthetic import text_of
 from prope.data.tokenizer import load_tokenizer, token_name
 from prope.errors import UsageError, log, usage_error
 from prope.runtime.files import read_text
-from prope.spec.data import is_generated, override_dataset
-from prope.spec.run import Spec
+from prope.spec.data import DataSpec, is_generated, override_dataset
 from prope.workdir.run import Run
 
 MIN_TOKENS = FROM + 1  # the shortest sequence
@@ -29,31 +28,29 @@ def read_sequences(
     of a dataset}.
     """
     spec = run.spec
-    vocab_size = spec.model.vocab_size
     seq_len = options.seq_len or spec.data.seq_len
     if options.text is None:
         data = override_dataset(spec.data, options.dataset, options.data_dir)
         data = dataclasses.replace(data, seq_len=seq_len)
-        spec = dataclasses.replace(spec, data=data)
         source = data.dataset
         if is_generated(source):
             split = None
-        tokens, split = _read_documents(run, spec, options.sequences, split)
+        tokens, split = _read_documents(run, data, options.sequences, split)
     else:
         source = options.text
         tokens = _read_file(source, spec.data.tokenizer)[:, :seq_len]
         split = None
-    if tokens.max() >= vocab_size:
-        raise UsageError(f"{source}: holds the id {tokens.max()}; the model has {vocab_size}")
-    ids = np.unique(tokens).tolist()
+    V = spec.model.vocab_size
+    if tokens.max() >= V:
+        raise UsageError(f"{source}: holds the id {tokens.max()}; the model has {V}")
+    ids, places = np.unique(tokens, return_inverse=True)
     if split and source.startswith("synthetic/"):
-        names = {token: text_of([token]) for token in ids}
+        names = [text_of([token]) for token in ids.tolist()]
     else:
         tokenizer = load_tokenizer(spec.data.tokenizer)
-        names = {token: token_name(tokenizer, token) for token in ids}
-    sequences = tokens.tolist()
-    token_names = [[names[token] for token in sequence] for sequence in sequences]
-    return sequences, token_names, {"source": source, "split": split}
+        names = [token_name(tokenizer, token) for token in ids.tolist()]
+    token_names = np.array(names, object)[places.reshape(tokens.shape)]
+    return tokens.tolist(), token_names.tolist(), {"source": source, "split": split}
 
 
 def _read_file(path: str, name: str) -> np.ndarray:
@@ -69,14 +66,16 @@ def _read_file(path: str, name: str) -> np.ndarray:
     return np.append(tokenizer.special.start, ids)[None]
 
 
-def _read_documents(run: Run, spec: Spec, count: int, split: str | None) -> tuple[np.ndarray, str]:
-    """Reads the beginnings of documents of `spec.data`, [B, T], and names their split.
+def _read_documents(
+    run: Run, data: DataSpec, count: int, split: str | None
+) -> tuple[np.ndarray, str]:
+    """Reads the beginnings of documents of `data`, [B, T], and names their split.
 
-    T is the greatest length that a document has, up to spec.data.seq_len; shorter documents are
-    left out.
+    T is the greatest length that a document has, up to data.seq_len; shorter documents are left
+    out.
     """
-    data = spec.data
-    windows = open_text(data, spec.model.vocab_size, split, run.spec.data, run.checkpoint.data)
+    spec = run.spec
+    windows = open_text(data, spec.model.vocab_size, split, spec.data, run.checkpoint.data)
     documents = windows.document_starts(count)
     longest = max(map(len, documents), default=0)
     if longest < MIN_TOKENS:

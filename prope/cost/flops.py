@@ -29,10 +29,8 @@ CHIPS = {name: Chip(**fields) for name, fields in _TABLE.items()}
 
 def peak_flops(device_kind: str) -> float | None:
     """Returns the bf16 FLOP/s of a `jax.Device.device_kind`; None for one not in the table."""
-    for chip in CHIPS.values():
-        if device_kind in chip.device_kinds:
-            return chip.flops
-    return None
+    peaks = {kind: chip.flops for chip in CHIPS.values() for kind in chip.device_kinds}
+    return peaks.get(device_kind)
 
 
 def roofline_seconds(

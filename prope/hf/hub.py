@@ -15,7 +15,6 @@ from prope.hf import config_json
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 # Without what other programs read: folders, and a second copy of the weights under another name.
 _FILES = ["*.json", "model*.safetensors", "tokenizer.model", "merges.txt", "chat_template.jinja"]
-_NOT_FILES = ["*/*"]
 
 
 def find_checkpoint(source: epath.Path) -> epath.Path:
@@ -47,7 +46,7 @@ def _download(name: str, files: list[str]) -> epath.Path:
 
     place = f"{constants.ENDPOINT}/{name}"
     try:
-        return epath.Path(snapshot_download(name, allow_patterns=files, ignore_patterns=_NOT_FILES))
+        return epath.Path(snapshot_download(name, allow_patterns=files, ignore_patterns=["*/*"]))
     except errors.LocalEntryNotFoundError:
         problem = f"the Hub cannot be reached, and {constants.HF_HUB_CACHE} has no whole copy"
         remedy = f"elsewhere: hf download {name} --local-dir=DIR, then here --input=DIR"

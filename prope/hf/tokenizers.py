@@ -128,7 +128,7 @@ def special_fields(tokenizer: Tokenizer) -> dict:
 
 
 def write_tokenizer(
-    name: str, tokenizer: Tokenizer, folder: epath.Path, texts: Iterable[bytes] = ()
+    name: str, tokenizer: Tokenizer, folder: epath.Path, texts: Iterable[bytes]
 ) -> None:
     """Writes a run's tokenizer so that AutoTokenizer of transformers gives the same ids.
 

@@ -44,8 +44,9 @@ def define_flags(file: str) -> None:
     """Defines the flags of `Options`; records are kept in W/`file`."""
     command.define_place("workdir", "directory of a run, or one with runs below it: of all")
     flags.DEFINE_string("step", None, "number of a checkpoint, or 'all'; the newest by default")
-    at_a_time = "sequences at a time: changes the speed, not the result"
-    flags.DEFINE_integer("batch_size", None, at_a_time, lower_bound=1)
+    flags.DEFINE_integer(
+        "batch_size", None, "sequences at a time: changes the speed, not the result", lower_bound=1
+    )
     lengths = "tokens: numbers, or multiples of the training length, as in 512,2x,8x; 1x by default"
     flags.DEFINE_string("seq_len", None, lengths)
     flags.DEFINE_enum(

@@ -48,10 +48,7 @@ class Difference(NamedTuple):
     @property
     def distinguishable(self) -> bool:
         """Whether the 95 % interval leaves 0 out."""
-        if not self.stderr:
-            return False
-        low, high = self.interval()
-        return low * high > 0
+        return bool(self.stderr) and abs(self.difference) > self.reach
 
     @property
     def p_value(self) -> float | None:
@@ -205,4 +202,4 @@ def over_documents(
     total = of_seeds + of_documents
     squares = of_seeds**2 / (difference.samples - 1) + of_documents**2 / max(effective - 1, 1.0)
     both = difference._replace(stderr=float(total**0.5), degrees=float(total**2 / squares))
-    return max(difference, both, key=lambda one: one.interval()[1])
+    return max(difference, both, key=lambda one: one.reach)

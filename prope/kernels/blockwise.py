@@ -19,8 +19,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from prope.kernels.mask import Mask, attention_mask
 from prope.kernels.matmul import einsum_to_float32
-from prope.kernels.softcap import softcap, softcap_slope
-from prope.kernels.softmax import MASKED_SCORE, OnlineSoftmax
+from prope.kernels.softcap import softcap_slope
+from prope.kernels.softmax import OnlineSoftmax, masked_scores
 
 _MOST_UNROLLED = 10  # blocks, up to which a loop is slower than a program for each
 
@@ -177,9 +177,7 @@ def _scores(block, cap, query, key, mask, positions, indices):
         mask = dataclasses.replace(mask, segment_ids=ids)
     visible = attention_mask(mask, query_positions[None], key_positions[None])
     rows = _read_rows(block, query, query_block)
-    scores = einsum_to_float32("BKRH,BKSH->BKRS", rows, _read(block, key, key_block, axis=2))
-    by_query = softcap(scores, cap).reshape(*query.shape[:3], block, block)
-    return jnp.where(visible[:, None, None], by_query, MASKED_SCORE).reshape(scores.shape)
+    return masked_scores(rows, _read(block, key, key_block, axis=2), visible, cap)
 
 
 def _scan(function, start, blocks):

@@ -11,9 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from prope.kernels.mask import Mask, attention_mask
-from prope.kernels.matmul import einsum_to_float32
-from prope.kernels.softcap import softcap
-from prope.kernels.softmax import MASKED_SCORE, OnlineSoftmax
+from prope.kernels.softmax import OnlineSoftmax, masked_scores
 
 # Whose scores exist at once.
 _QUERIES_OF_BLOCK = 128
@@ -56,10 +54,7 @@ def attend_to_cache(
             was_read = first + jnp.arange(block) < index * block
             key_positions = jnp.where(was_read[None], _UNSEEN, key_positions)
             visible = attention_mask(mask, positions, key_positions)
-            scores = softcap(einsum_to_float32("BKRH,BKSH->BKRS", rows, keys), cap)
-            by_query = scores.reshape(B, K, G, end - start, block)
-            masked = jnp.where(visible[:, None, None], by_query, MASKED_SCORE)
-            return softmax.update(masked.reshape(scores.shape), values)
+            return softmax.update(masked_scores(rows, keys, visible, cap), values)
 
         softmax = OnlineSoftmax.empty(rows)
         if block == S:

@@ -10,8 +10,21 @@ import jax
 import jax.numpy as jnp
 
 from prope.kernels.matmul import einsum_to_float32
+from prope.kernels.softcap import softcap
 
 MASKED_SCORE = float(jnp.finfo(jnp.float32).min)  # finite, for a row that sees no key of a block
+
+
+def masked_scores(
+    rows: jax.Array, key: jax.Array, visible: jax.Array, cap: float | None
+) -> jax.Array:
+    """Computes the capped scores of rows [B, K, R, H] for keys [B, K, s, H]: [B, K, R, s], float32.
+
+    They are MASKED_SCORE where `visible` [b, t, s] is false, of t queries of each of R / t heads.
+    """
+    scores = softcap(einsum_to_float32("BKRH,BKSH->BKRS", rows, key), cap)
+    by_query = scores.reshape(*scores.shape[:2], -1, *visible.shape[1:])
+    return jnp.where(visible[:, None, None], by_query, MASKED_SCORE).reshape(scores.shape)
 
 
 class OnlineSoftmax(NamedTuple):

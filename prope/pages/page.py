@@ -36,9 +36,7 @@ def write(folder: epath.Path, template: str, pictures: list[Picture], **data) ->
     )
     environment.filters["number"] = number
     environment.globals["phone"] = PHONE
-    html = environment.get_template(f"{template}.html.j2").render(
-        pictures=drawn, phone=PHONE, **data
-    )
+    html = environment.get_template(f"{template}.html.j2").render(pictures=drawn, **data)
     output = folder / "index.html"
     output.write_text(_with_columns(_with_contents(html)), encoding="utf-8")
     return output

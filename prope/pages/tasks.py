@@ -157,7 +157,6 @@ def _count_by_octave(records: list[dict]) -> dict[int, np.ndarray]:
     for record in records:
         for cell in record["cells"]:
             octave = 2 ** int(math.log2(cell["distance"]))
-            right = cell["accuracy"] * record["trials"]
-            new = np.array([right, record["trials"]])
+            new = record["trials"] * np.array([cell["accuracy"], 1])
             counts[octave] = counts.get(octave, 0) + new
     return counts

@@ -360,8 +360,7 @@ def _visible_gpus(environ: Mapping[str, str]) -> int:
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible:
         return len(visible.split(","))
-    files = pathlib.Path("/dev").glob("nvidia*")
-    return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in files)
+    return len(list(pathlib.Path("/dev").glob("nvidia[0-9]*")))
 
 
 def _check_gpus(environ: Mapping[str, str]) -> None:
@@ -377,11 +376,9 @@ def _check_gpus(environ: Mapping[str, str]) -> None:
     visible = _visible_gpus(environ)
     used = local_processes * jax.local_device_count()
     if used < visible:
-        idle = (
-            f"{visible} GPUs are visible on {node} and its {local_processes} processes use {used}"
-        )
+        idle = f"{visible} GPUs are visible on {node}"
+        idle += f" and its {local_processes} processes use {used}"
         all_ids = ",".join(map(str, range(visible)))
-        remedy = (
-            f"start one process for each, or one for the node with JAX_LOCAL_DEVICE_IDS={all_ids}"
-        )
+        remedy = "start one process for each, or one for the node with "
+        remedy += f"JAX_LOCAL_DEVICE_IDS={all_ids}"
         raise UsageError(f"{idle}: {remedy}; or hide the others with CUDA_VISIBLE_DEVICES")

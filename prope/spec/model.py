@@ -241,7 +241,7 @@ class ModelSpec:
         """The number of the first layer that shares keys and values; L where none does."""
         return self.num_layers - self.num_kv_shared_layers
 
-    def select_layers(self, which: str | None = None) -> list[int]:
+    def select_layers(self, which: str | None) -> list[int]:
         """Returns the numbers of the layers that are named: full, sliding, 3 or 0-5; None: all.
 
         Raises ValueError, with the names that there are, where this names none.

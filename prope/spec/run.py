@@ -235,8 +235,8 @@ def check_run(fields: dict[str, Any]) -> None:
             raise usage_error(f"config.{name}", fields[name], problem)
 
     accumulation, steps = fields["accumulation"], fields["num_steps"]
-    multiple = f"must be a multiple of accumulation={accumulation}"
-    require("batch_size", fields["batch_size"] % accumulation == 0, multiple)
+    problem = f"must be a multiple of accumulation={accumulation}"
+    require("batch_size", not fields["batch_size"] % accumulation, problem)
     rate, final = fields["optimizer.learning_rate"], fields["optimizer.final_learning_rate"]
     problem = f"must be in [0, optimizer.learning_rate={rate}]"
     require("optimizer.final_learning_rate", 0 <= final <= rate, problem)
