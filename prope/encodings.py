@@ -308,7 +308,8 @@ class Tables(NamedTuple):
     # [n, 2, B, T, P]; [n, 2, B, T, K, P] where key heads rotate a pair at different rates.
     by_kind: dict[str, jax.Array]
     # Arrays [L, ..]: "table", which of the n a layer takes; "rotates", [L, K, P], which pairs of a
-    # key head do, filled up to the most heads and pairs. Each is left out where it is the same.
+    # key head do, filled up to the most heads and pairs; [L, 1, P] where the heads of every layer
+    # are alike. Each is left out where it is the same.
     per_layer: dict[str, np.ndarray]
 
     def choose(self, layer, arrays: dict) -> jax.Array:
@@ -355,11 +356,13 @@ def rotation_tables(layers: Sequence, positions: jax.Array) -> Tables:
     per_layer = {}
     if any(table_of.values()):
         per_layer["table"] = np.array([table_of[layer.number] for layer in layers])
+    if all((rotating == rotating[:1]).all() for rotating in rotates.values()):
+        rotates = {number: rotating[:1] for number, rotating in rotates.items()}
     if not all(rotating.all() for rotating in rotates.values()):
         most = np.max([rotating.shape for rotating in rotates.values()], axis=0)
         filled = per_layer["rotates"] = np.zeros((len(layers), *most), bool)
         for layer, row in zip(layers, filled, strict=True):
-            K, P = layer.frequencies.shape
+            K, P = rotates[layer.number].shape
             row[:K, :P] = rotates[layer.number]
     return Tables(by_kind, per_layer)
 

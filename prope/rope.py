@@ -111,14 +111,16 @@ def rotate(inputs: jax.Array, table: jax.Array) -> jax.Array:
     """
     dtype = inputs.dtype if inputs.dtype == jnp.float64 else jnp.float32
     table = table.astype(dtype)
+    heads = inputs.shape[2:3]
     if table.ndim == 4:
         table = table[:, :, :, None]
-    elif table.shape[3] > 1:
-        table = jnp.repeat(table, inputs.shape[2] // table.shape[3], axis=3)
+    elif table.shape[3] > 1:  # a group of heads for each of the table's, which stays as it is
+        heads = (table.shape[3], heads[0] // table.shape[3])
+        table = table[:, :, :, :, None]
     cos, sin = table[..., None, :]
     # The two halves get an axis of their own: LLVM vectorises these loops and their gradient's.
     pairs = table.shape[-1]
-    halves = inputs.astype(dtype).reshape(*inputs.shape[:-1], 2, pairs)
+    halves = inputs.astype(dtype).reshape(*inputs.shape[:2], *heads, 2, pairs)
     first, second = jnp.split(halves, 2, axis=-2)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-2)
     return rotated.astype(inputs.dtype).reshape(inputs.shape)

@@ -397,6 +397,18 @@ def test_pairs_that_all_heads_share_are_the_same_program():
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("pairs", [{"rope_percentage": (0.5, 1.0, 0.5)}, {"rope_pairs": "1;2;3,7"}])
+def test_heads_that_rotate_alike_have_one_table(pairs):
+    """Training keeps the table of every layer for its backward pass."""
+    spec = small(**{"rope_percentage": 1.0} | pairs)
+    layers = spec.layers
+    positions = np.zeros((1, 4), np.int32)
+    tables = encodings.rotation_tables(layers, positions)
+    for number, layer in enumerate(layers):
+        arrays = {name: rows[number] for name, rows in tables.per_layer.items()}
+        assert tables.choose(layer, arrays).shape == (2, 1, 4, 1, 8)
+
+
 @pytest.mark.parametrize(
     "fields",
     [GEMMA | {"local_max_wavelength": 100.0}, GEMMA | {"rope_percentage": 0.0}, GEMMA | BY_HEAD],
