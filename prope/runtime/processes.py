@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import jax
@@ -94,13 +94,13 @@ def joined() -> Iterator[None]:
         jax.distributed.shutdown()  # does nothing for one alone
 
 
-def start(environ: Mapping[str, str] = os.environ) -> None:
+def start() -> None:
     """Joins the processes that the environment names, before JAX initialises a device.
 
     Raises UsageError where PROPE_PROCESSES is invalid or GPUs would stay idle.
     """
     global _index, _count
-    wanted = environ.get("PROPE_PROCESSES") or _default_processes(environ)
+    wanted = os.environ.get("PROPE_PROCESSES") or _default_processes()
     if wanted == "1":
         return
     log.info(
@@ -121,7 +121,7 @@ def start(environ: Mapping[str, str] = os.environ) -> None:
         jax.local_device_count(),
         jax.device_count(),
     )
-    _check_gpus(environ)
+    _check_gpus()
     if not is_first():
         log.setLevel(logging.WARNING)  # all would log the same
 
@@ -327,10 +327,10 @@ def _join(wanted: str) -> None:
     )
 
 
-def _default_processes(environ: Mapping[str, str]) -> str:
+def _default_processes() -> str:
     """Returns 'auto' where a launcher started several processes: each would train alone."""
-    tasks = environ.get("SLURM_STEP_NUM_TASKS") or "1"
-    hosts = environ.get("TPU_WORKER_HOSTNAMES", "")
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or "1"
+    hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
     if tasks == "1" and "," not in hosts:
         return "1"
     cause = "SLURM_STEP_NUM_TASKS=%s, TPU_WORKER_HOSTNAMES=%s: started with other processes"
@@ -356,14 +356,14 @@ def _set_abort_message(line: str) -> None:
     ctypes.CDLL(None).signal(signal.SIGABRT, _on_abort)
 
 
-def _visible_gpus(environ: Mapping[str, str]) -> int:
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
+def _visible_gpus() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible:
         return len(visible.split(","))
     return len(list(pathlib.Path("/dev").glob("nvidia[0-9]*")))
 
 
-def _check_gpus(environ: Mapping[str, str]) -> None:
+def _check_gpus() -> None:
     """Raises UsageError if no process uses some of this node's GPUs."""
     if jax.local_devices()[0].platform != "gpu":
         return
@@ -373,7 +373,7 @@ def _check_gpus(environ: Mapping[str, str]) -> None:
         node_hash = np.uint32(zlib.crc32(node.encode()))
         node_hashes = multihost_utils.process_allgather(node_hash)
         local_processes = int(np.sum(node_hashes == node_hash))
-    visible = _visible_gpus(environ)
+    visible = _visible_gpus()
     used = local_processes * jax.local_device_count()
     if used < visible:
         idle = f"{visible} GPUs are visible on {node}"

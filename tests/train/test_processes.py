@@ -21,9 +21,10 @@ from prope.workdir.reader import CheckpointReader
 
 
 @pytest.mark.parametrize("value", ["two", "2", "0/2", "2/2@a:1", "0/2@a", "0@a:1", "-1/2@a:1"])
-def test_processes_that_cannot_be_joined(value):
+def test_processes_that_cannot_be_joined(value, monkeypatch):
+    monkeypatch.setenv("PROPE_PROCESSES", value)
     with pytest.raises(UsageError, match=re.escape(f"PROPE_PROCESSES={value}: ")):
-        processes.start({"PROPE_PROCESSES": value})
+        processes.start()
 
 
 def test_jax_finds_no_cluster(monkeypatch):
@@ -32,8 +33,9 @@ def test_jax_finds_no_cluster(monkeypatch):
 
     monkeypatch.setattr(processes.jax.distributed, "initialize", initialize)
     monkeypatch.setattr(processes, "_set_abort_message", lambda line: None)
+    monkeypatch.setenv("PROPE_PROCESSES", "auto")
     with pytest.raises(UsageError, match="PROPE_PROCESSES=auto: "):
-        processes.start({"PROPE_PROCESSES": "auto"})
+        processes.start()
 
 
 def test_the_number_of_processes_is_compared_with_that_of_jax(monkeypatch):
@@ -152,17 +154,17 @@ def test_a_process_that_the_runtime_aborts_has_lost_a_peer(state, code, line):
 
 @pytest.mark.parametrize(("visible", "count"), [("0,1,2,3", 4), ("2", 1)])
 def test_gpus_that_nobody_uses(monkeypatch, visible, count):
-    environ = {"CUDA_VISIBLE_DEVICES": visible}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     device = type("Device", (), {"platform": "gpu"})
     monkeypatch.setattr(processes.jax, "local_devices", lambda: [device])
     monkeypatch.setattr(processes.jax, "local_device_count", lambda: count)
-    processes._check_gpus(environ)  # raises nothing
+    processes._check_gpus()  # raises nothing
     monkeypatch.setattr(processes.jax, "local_device_count", lambda: count - 1)
     with pytest.raises(UsageError, match=rf"{count} GPUs .* use {count - 1}: .*CUDA_VISIBLE"):
-        processes._check_gpus(environ)
+        processes._check_gpus()
     # Where there are none, what is visible does not matter.
     monkeypatch.setattr(device, "platform", "cpu")
-    processes._check_gpus(environ)
+    processes._check_gpus()
 
 
 @pytest.mark.parametrize(
@@ -178,8 +180,9 @@ def test_gpus_that_nobody_uses(monkeypatch, visible, count):
         ({}, "1"),
     ],
 )
-def test_several_tasks_of_slurm_are_not_mistaken_for_one(environ, expected):
-    assert processes._default_processes(environ) == expected
+def test_several_tasks_of_slurm_are_not_mistaken_for_one(environ, expected, monkeypatch):
+    monkeypatch.setattr(processes.os, "environ", environ)
+    assert processes._default_processes() == expected
 
 
 @pytest.mark.parametrize(
@@ -192,10 +195,11 @@ def test_several_tasks_of_slurm_are_not_mistaken_for_one(environ, expected):
 )
 def test_a_process_says_for_what_it_waits(environ, monkeypatch):
     monkeypatch.setattr(processes, "_join", lambda wanted: None)
-    monkeypatch.setattr(processes, "_check_gpus", lambda environ: None)
+    monkeypatch.setattr(processes, "_check_gpus", lambda: None)
     lines = []
     monkeypatch.setattr(processes.log, "info", lambda text, *values: lines.append(text % values))
-    processes.start(environ)
+    monkeypatch.setattr(processes.os, "environ", environ)
+    processes.start()
     (setting,) = environ.items()
     assert "=".join(setting) in "\n".join(lines[:2])
     assert "PROPE_PROCESSES=1 runs this one alone" in "\n".join(lines[:2])

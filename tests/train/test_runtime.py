@@ -99,8 +99,9 @@ def test_the_watchdog_hears_what_works_far_from_it_and_waits_while_processes_joi
     with watchdog.Watchdog(60) as dog:
         alive_at = []
         monkeypatch.setattr(processes, "_join", lambda wanted: alive_at.append(dog._alive_at))
-        monkeypatch.setattr(processes, "_check_gpus", lambda environ: None)
-        processes.start({"PROPE_PROCESSES": "auto"})
+        monkeypatch.setattr(processes, "_check_gpus", lambda: None)
+        monkeypatch.setenv("PROPE_PROCESSES", "auto")
+        processes.start()
         assert alive_at == [math.inf] and dog._alive_at < math.inf
         watchdog.alive("a part of it")
         assert dog._progress == "a part of it"
