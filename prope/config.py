@@ -233,7 +233,8 @@ def shrink_for_laptop(config: ConfigDict, size: str) -> ConfigDict:
         shapes["model.num_layers"] = 4
     config.update_from_flattened_dict(_TINY | shapes | {"model.num_heads": min(groups, 4)})
     data = config.data
-    if data.dataset not in EMBEDDED and not is_generated(data.dataset):
+    needs_files = data.dataset not in EMBEDDED and not is_user_code(data.dataset)
+    if needs_files and not is_generated(data.dataset):
         choose = "--config.data.dataset and .data_dir choose another"
         log.info("tiny: python_docs replaces %s; %s", data.dataset, choose)
         empty = dict.fromkeys(("data_dir", "template", "separator", "pattern", "store"), "")
