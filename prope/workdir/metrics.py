@@ -385,7 +385,7 @@ class MetricWriter(contextlib.ExitStack):
         rate = self._spec.optimizer.learning_rate
         lower = f"Lower config.optimizer.learning_rate (now {rate}) and start in a new --workdir"
         if self._spec.on_nonfinite == "stop":
-            kept = f"the earlier checkpoints in {self._workdir} are good"
+            kept = f"checkpoints of earlier steps in {self._workdir}, if any, are good"
             go_on = "or go on here with --config.on_nonfinite=skip"
             raise RunFailed(f"{values}; {kept}. {lower}, {go_on}")
         if self._skips_in_a_row == _MAX_SKIPS:
