@@ -98,9 +98,13 @@ class Stopped(Exception):
 def usage_error(field: str, value, problem: str, remedy: str = "") -> UsageError:
     """Makes the one line about a flag or a config field: "FIELD=VALUE: PROBLEM; REMEDY"."""
     ending = f"; {remedy}" if remedy else ""
+    return UsageError(f"{field}={value}: {problem}{ending}")
+
+
+def shorten(value, length: int = 300) -> str:
+    """Returns a value as text, cut where it is longer."""
     text = str(value)
-    shown = text if len(text) <= 300 else f"{text[:300]}.."
-    return UsageError(f"{field}={shown}: {problem}{ending}")
+    return text if len(text) <= length else f"{text[:length]}.."
 
 
 def vmem_error(message: str) -> UsageError | None:

@@ -13,7 +13,7 @@ Axes: H head_dim, K key/value heads, F hidden_dim, L layers, P = H / 2 rotation 
 import dataclasses
 import functools
 
-from prope.errors import UsageError, nearest, usage_error
+from prope.errors import UsageError, nearest, shorten, usage_error
 from prope.spec.fields import (
     ABOVE_1,
     AT_LEAST_1,
@@ -299,7 +299,8 @@ class ModelSpec:
         return self.rope_scaling_factor if factor is None else factor
 
     def _refuse(self, field: str, problem: str, remedy: str = "") -> None:
-        raise usage_error(f"config.model.{field}", getattr(self, field), problem, remedy)
+        value = shorten(getattr(self, field))
+        raise usage_error(f"config.model.{field}", value, problem, remedy)
 
     def _check_layers(self) -> None:
         """Checks that key heads divide query heads, and fields of some layers have such layers."""
