@@ -30,11 +30,10 @@ def documents():
 def frequencies(head_dim, layer):
     """Returns the radians per token of a layer's pairs, [P], or of each of its key heads, [K, P].
 
-    Pairs of 0 do not rotate. Here the base is 1,000, and odd layers rotate their faster half.
+    Pairs of 0 do not rotate. Here the base is 1,000, and the slowest quarter stands.
     """
     pairs = np.arange(head_dim // 2)
-    rotated = pairs < (head_dim // 4 if layer % 2 else head_dim // 2)
-    return np.where(rotated, 1000.0 ** (-2 * pairs / head_dim), 0)
+    return np.where(pairs < 3 * head_dim // 8, 1000.0 ** (-2 * pairs / head_dim), 0)
 
 
 def schedule(spec):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from prope import encodings
-from prope.errors import UsageError, usage_error
+from prope.errors import UsageError, shorten, usage_error
 from prope.spec.kinds import FULL, LAYER_TYPES, SLIDING, repeat_pattern
 from prope.spec.model import ModelSpec
 
@@ -534,7 +534,7 @@ def choose_family(model: ModelSpec, ropes: list[dict]) -> str:
     nearest, computed = min(changed.items(), key=lambda item: len(item[1]))
     if not computed:
         return nearest
-    fields = ", ".join(f"config.model.{name}={getattr(model, name)}" for name in computed)
+    fields = ", ".join(f"config.model.{name}={shorten(getattr(model, name))}" for name in computed)
     problem = "no class of transformers computes this with the other fields"
     others = ", ".join(f"{name}={value}" for name, value in computed.items())
     remedy = f"the nearest, {FAMILIES[nearest].hf_class}, computes {others}"

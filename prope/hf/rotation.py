@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from prope.encodings import SCALINGS, ntk_wavelength
-from prope.errors import UsageError, usage_error
+from prope.errors import UsageError, shorten, usage_error
 from prope.hf.families import (
     Family,
     at_least,
@@ -61,7 +61,7 @@ def _write_rope(model: ModelSpec, layer: Layer) -> dict:
         problem = f"key heads of layer {layer.number} rotate different pairs"
         remedy = "choose pairs with --per=layer, which all heads of a layer have in common"
         field = "rope_pairs" if model.rope_pairs else "rope_frequencies"
-        raise usage_error(f"config.model.{field}", getattr(model, field), problem, remedy)
+        raise usage_error(f"config.model.{field}", shorten(getattr(model, field)), problem, remedy)
     scale = layer.logit_scale
     scaling = "none" if layer.is_local else model.rope_scaling_type
     is_rope = model.rope_type == "proportional" and np.all(freqs > 0)

@@ -8,7 +8,7 @@ import operator
 import os
 from typing import Any
 
-from prope.errors import usage_error
+from prope.errors import shorten, usage_error
 from prope.spec.data import DataSpec
 from prope.spec.fields import (
     AT_LEAST_1,
@@ -272,7 +272,7 @@ def differences(fields: dict[str, Any], others: dict[str, Any]) -> list[str]:
     ours = _identity(fields)
     theirs = _identity(others)
     differing = [name for name in ours if ours[name] != theirs.get(name, ours[name])]
-    return [f"{name}: {theirs[name]}, not {ours[name]}" for name in differing]
+    return [f"{name}: {shorten(theirs[name])}, not {shorten(ours[name])}" for name in differing]
 
 
 def _identity(fields: dict[str, Any]) -> dict[str, Any]:
