@@ -2,7 +2,8 @@
 
     python -m prope.choose --workdir=runs/smollm2 --keep=0.5 --dataset=files --data_dir=TEXTS
     python -m prope.evaluate --workdir=runs/smollm2 --pairs=runs/smollm2/pairs.json --seq_len=4x ..
-    python -m prope.train --config=.. --config.model.rope_pairs=runs/smollm2/pairs.json ..
+    python -m prope.train --config=runs/smollm2/config.json --init_from=runs/smollm2 ..
+        --config.model.rope_pairs=runs/smollm2/pairs.json
 
 A rule scores every pair: change, by how much the scores of attention change where it stands; norm,
 by |q| |k|; fast is p-RoPE; slow and uniform are controls. Norms are measured on beginnings of

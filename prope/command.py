@@ -338,7 +338,12 @@ class _Words(tuple_parser.TupleParser):
     """Parses a tuple as Python writes it, or words: a,b is ("a", "b"), and no text is ()."""
 
     def parse(self, argument):
-        value = super().parse(argument)
+        try:
+            value = super().parse(argument)
+        except ValueError:
+            if re.search(r"[()\[\]'\"]", argument):
+                raise
+            value = (argument,)  # csv,my_module:function, which is no Python
         if value == (argument,):
             value = tuple(re.findall(r"[^\s,()\[\]'\"]+", argument))
         return value

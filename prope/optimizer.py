@@ -82,7 +82,7 @@ def _own_schedule(spec: Spec) -> optax.Schedule:
         with jax.ensure_compile_time_eval():  # also where the caller is traced
             rates = jax.jit(functools.partial(jax.lax.map, rate))(counts)
     except Exception as error:
-        remedy = "it takes a Spec and returns a function of the count of updates, for jax.jit"
+        remedy = "it takes a Spec and returns a function, in jax.numpy, of the count of updates"
         raise usage_error(_SCHEDULE, name, function.describe(error), remedy) from error
     for count, value in zip(counts, np.asarray(rates), strict=True):
         if value.shape or not 0 <= value < np.inf:

@@ -239,13 +239,15 @@ def _record_start(path: epath.Path, startup: Startup, step: int) -> None:
 
 def _log_run(spec: Spec, windows: Windows) -> None:
     """Logs devices, size, encoding and data in a line; and warmup that the run is too short for."""
+    rotation = spec.model.describe_rotation()
+    if rotation.startswith("p-RoPE"):
+        rotation += f" (p = {spec.model.rope_percentage})"
     log.info(
-        "%d x %s; %s parameters; %s (p = %s); %s windows of %d tokens of %s",
+        "%d x %s; %s parameters; %s; %s windows of %d tokens of %s",
         jax.device_count(),
         jax.devices()[0].device_kind,
         f"{parameters.count(spec.model):,}",
-        spec.model.describe_rotation(),
-        spec.model.rope_percentage,
+        rotation,
         f"{windows.count:,}",
         spec.data.seq_len,
         spec.data.dataset,

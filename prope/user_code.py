@@ -49,7 +49,7 @@ def load_function(field: str, name: str) -> UserFunction:
     except (Exception, SystemExit) as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name
         if missing and f"{module_name}.".startswith(f"{missing}."):
-            remedy = f"put its file into {folder}, from where the command runs; write no .py"
+            remedy = f"put its file into {folder}, where the command starts; leave .py out"
             raise usage_error(field, name, f"there is no module {missing}", remedy) from None
         problem = f"{module_name} cannot be imported: {_describe(error)}"
         raise usage_error(field, name, problem, "mend it") from error

@@ -148,7 +148,12 @@ def _rotations(model, seq_len: int | None) -> list[dict[str, Any]]:
             raise ValueError(f"rope_frequencies: {problem}")
         freqs = np.broadcast_to(freqs, (K, freqs.shape[-1]))
         if kept:
-            freqs = np.where(kept[sources[number]], freqs, 0.0)
+            rotates = kept[sources[number]]
+            standing = np.argwhere(rotates & (freqs == 0))
+            if len(standing):
+                problem = f"layer {number}: pair {standing[0][1]} has no frequency to rotate by"
+                raise ValueError(f"rope_pairs: {problem}; set config.model.rope_percentage=1.0")
+            freqs = np.where(rotates, freqs, 0.0)
         if divisor != 1.0:
             freqs = np.where(bands[number], freqs / divisor, freqs)
         removed = bands[number] if removes else no_pairs[number]

@@ -285,7 +285,9 @@ class ModelSpec:
     def describe_rotation(self) -> str:
         """Returns what rotates, for a log: "p-RoPE rotates 24 of 32 pairs"."""
         name = "p-RoPE" if self.rope_type == "proportional" else self.rope_type
-        text = f"{name} rotates {self.rotated_share} pairs"
+        name = "rope_pairs" if self.rope_pairs else name
+        verb = "rotate" if self.rope_pairs else "rotates"
+        text = f"{name} {verb} {self.rotated_share} pairs"
         if self.rope_scaling_type == "none":
             return text
         return f"{text} (scaled by {self.rope_scaling_type})"
@@ -380,10 +382,11 @@ class ModelSpec:
         names = (*encodings.CHOICES, "layer_types")
         chosen = [f"{field}={getattr(self, field)}" for field in names]
         for name in sorted(encodings.FIELDS):
-            value = getattr(self, name)
-            is_set = value is not None and value != getattr(ModelSpec, name)
+            value, default = getattr(self, name), getattr(ModelSpec, name)
+            is_set = value is not None and value != default
             if name in required and value is None:
                 self._refuse(name, "must have a value: its type needs it")
             if is_set and name not in allowed:
                 takes = ", ".join(sorted(allowed))
-                self._refuse(name, f"has no effect with {', '.join(chosen)}; it takes {takes}")
+                problem = f"has no effect with {', '.join(chosen)}, which take {takes}"
+                self._refuse(name, problem, f"set it to {default}")

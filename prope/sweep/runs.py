@@ -245,8 +245,9 @@ def read_runs(workdirs: Sequence[epath.Path]) -> tuple[list[Run], list[dict]]:
             continue
         reason = f"step {run.step} of {run.spec.num_steps}, or not evaluated there"
         if run.state == "finished":
+            names = ("dataset", *SAME_WINDOWS)
             ours, theirs = (
-                ", ".join(f"{name} {one.evaluation.get(name)}" for name in SAME_WINDOWS)
+                ", ".join(f"{name} {one.evaluation.get(name)}" for name in names)
                 for one in (run, runs[0])
             )
             reason = f"evaluated on {ours}, and the first run on {theirs}"

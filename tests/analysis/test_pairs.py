@@ -116,7 +116,7 @@ def test_queries_that_share_keys_do_not_count_their_frequencies_twice():
 
 def test_pairs_are_read_as_they_are_written():
     rng = np.random.default_rng(0)
-    spec = small(**KINDS_OF_LAYERS | {"rope_percentage": 1.0})
+    spec = small(**KINDS_OF_LAYERS | {"rope_percentage": 1.0, "local_rope_percentage": 1.0})
     kept = [rng.random(layer.frequencies.shape) < rng.random() for layer in spec.layers]
     kept[0][:] = False
     read = parse_pairs(dataclasses.replace(spec, rope_pairs=format_pairs(kept)))

@@ -137,6 +137,7 @@ PATTERN = ("sliding_attention", "full_attention")
         ("data.stop_ids", "106,107", (106, 107)),
         ("data.stop_ids", "106", (106,)),
         ("profile", "10,12", (10, 12)),
+        ("log_to", "csv,my_module:on_log", ("csv", "my_module:on_log")),
         ("profile", "()", ()),
         ("data.mixture", "({'weight': 1, 'dataset': 'a'},)", ({"weight": 1, "dataset": "a"},)),
     ],

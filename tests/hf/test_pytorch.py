@@ -94,6 +94,11 @@ def test_the_function_is_apply_p_rope(libraries, p, dtype):
         torch.tensor(x).to(getattr(torch, dtype)), torch.tensor(positions), theta, p
     )
     assert theirs.dtype == getattr(torch, dtype)
+    rows = np.stack([positions, positions[::-1]])
+    both = names["apply_p_rope"](torch.tensor(x), torch.tensor(rows), theta, p)
+    for row in (0, 1):
+        of_row = (torch.tensor(x[row : row + 1]), torch.tensor(rows[row]))
+        assert torch.equal(both[row], names["apply_p_rope"](*of_row, theta, p)[0])
     heads = jnp.asarray(x, dtype).swapaxes(1, 2)
     ours = apply_p_rope(heads, jnp.asarray(positions)[None].repeat(2, axis=0), d, theta, p)
     ours = np.asarray(ours.swapaxes(1, 2), np.float32)

@@ -356,11 +356,11 @@ LAYERS = [
     (  # heads of two sizes, of which layers have two and four
         LOCAL
         | {"local_max_wavelength": 100.0, "global_head_dim": 24, "num_global_kv_heads": 4}
-        | {"rope_percentage": 0.5, "rope_pairs": "0 1-2; 7; 0,8 4-8 11 0-5; 3 3; - 0; 5"},
+        | {"rope_percentage": 1.0, "rope_pairs": "0 1-2; 7; 0,8 4-8 11 0-5; 3 3; - 0; 5"},
         [
             keep(LOCAL_100, 0, (1, 2)),
             keep(LOCAL_100, 7),
-            keep(WIDE, 0, (4, 5), (), (0, 1, 2, 3, 4, 5)),
+            keep(WIDE, (0, 8), (4, 5, 6, 7, 8), 11, (0, 1, 2, 3, 4, 5)),
             keep(LOCAL_100, 3),
             keep(LOCAL_100, (), 0),
             keep(WIDE, 5),
@@ -397,7 +397,10 @@ def test_pairs_that_all_heads_share_are_the_same_program():
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("pairs", [{"rope_percentage": (0.5, 1.0, 0.5)}, {"rope_pairs": "1;2;3,7"}])
+@pytest.mark.parametrize(
+    "pairs",
+    [{"rope_percentage": (0.5, 1.0, 0.5)}, {"rope_percentage": 1.0, "rope_pairs": "1;2;3,7"}],
+)
 def test_heads_that_rotate_alike_have_one_table(pairs):
     """Training keeps the table of every layer for its backward pass."""
     spec = small(**{"rope_percentage": 1.0} | pairs)
@@ -474,6 +477,7 @@ REFUSED = [
     ("local_rope_percentage", WINDOWS | {"local_rope_percentage": 1.5}),
     ("local_max_wavelength", WINDOWS | {"local_max_wavelength": 1.0}),
     *(("rope_pairs", {"rope_pairs": pairs}) for pairs in ("0-8", "3-1", "a", "0 1 2", "0;1", "0,")),
+    ("rope_pairs", {"rope_pairs": "0-6", "rope_percentage": 0.75}),
     ("rope_frequencies", {"rope_frequencies": (1.0,) * 8}),
     *(("rope_frequencies", BY_HEAD | {"rope_frequencies": numbers}) for numbers in NO_FREQUENCIES),
     ("rope_scaling_type", BY_HEAD | {"rope_scaling_type": "yarn", "original_seq_len": 512}),
