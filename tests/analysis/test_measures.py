@@ -449,7 +449,9 @@ def analyse_on(run, shape):
         found = analysis.analyse(run, options)
         batches = 1 if size == 1 else -(-ROWS // (data * fsdp))
         assert len(walks[-1].enter()) == batches
-        linear = walks[-1]._params(("layers",), 1)["mlp"]["linear"]
+        layer = walks[-1].layers[1]
+        path = ("layers", layer.stack) if layer.stack else ("layers",)
+        linear = walks[-1]._params(path, layer.row)["mlp"]["linear"]
         shard = linear.addressable_shards[0].data
         assert shard.size * fsdp * tensor == linear.size, "not sharded"
     return found

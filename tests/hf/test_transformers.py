@@ -12,7 +12,7 @@ import oracles
 import pytest
 from oracles import decoder
 from support.exchange import save, stored
-from support.models import assert_trees_close, forward, leaves_by_path, same
+from support.models import assert_trees_close, forward, frequencies_of, leaves_by_path, same
 from support.runs import SIZES as RUN_SIZES
 from support.runs import make_run, save_run
 from support.text import articles
@@ -476,7 +476,7 @@ def distance(spec, params, expected):
 def reference_distance(spec, params, expected, freqs=None, **replaced):
     """The largest difference of a logit of the reference in NumPy, which compiles nothing."""
     positions = np.broadcast_to(np.arange(TOKENS.shape[1]), TOKENS.shape)
-    freqs = [layer.frequencies for layer in spec.layers] if freqs is None else freqs
+    freqs = frequencies_of(spec) if freqs is None else freqs
     ours = decoder(spec, params, TOKENS, positions, freqs=freqs, **replaced)
     return np.abs(ours - expected).max()
 
@@ -856,7 +856,7 @@ MUTANTS = {
 def scale_sliding_layers(spec):
     """Other ports scaled Gemma 3's sliding layers too."""
     factors = [spec.rope_scaling_factor if layer.is_local else 1 for layer in spec.layers]
-    return [layer.frequencies / s for layer, s in zip(spec.layers, factors, strict=True)]
+    return [freqs / s for freqs, s in zip(frequencies_of(spec), factors, strict=True)]
 
 
 def share_first_keys():

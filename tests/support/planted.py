@@ -18,8 +18,8 @@ ROPE_MUTANTS = {
         "    return jnp.concatenate([rotated, inputs[..., 2 * n :]], axis=-1)\n",
     ),
     "interleaved pairing": (
-        ".reshape(*inputs.shape[:-1], 2, pairs)\n",
-        ".reshape(*inputs.shape[:-1], pairs, 2).swapaxes(-1, -2)\n",
+        ".reshape(*inputs.shape[:2], *heads, 2, pairs)\n",
+        ".reshape(*inputs.shape[:2], *heads, pairs, 2).swapaxes(-1, -2)\n",
     ),
     "slow end kept": (
         "rotated = pairs < num_rotated_pairs(head_dim, rope_percentage)",

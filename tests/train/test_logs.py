@@ -96,7 +96,7 @@ def test_a_function_gets_every_record_and_its_error_ends_nothing(own, place, cap
         {"tag": "eval", "step": 4, "x": 1}
     ]
     assert read_lines(place / "metrics.jsonl") == records
-    (line,) = (record.getMessage() for record in caplog.records)
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "prope")
     assert re.search(r"my_log:on_log: step 2: ZeroDivisionError.*\(my_log.py line 4\)", line)
 
 
