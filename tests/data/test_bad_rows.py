@@ -139,7 +139,6 @@ OTHERS = {
     "a licence": {"LICENSE.txt": b"x" * 900, "data/train-00000.csv": PARQUET},
     "requirements": {"requirements.txt": b"jax\n", "a.csv": PARQUET, "README.txt": b"About."},
     "a vocabulary": {"vocab.txt": b"a\nb\n", "model.safetensors": PARQUET, "config.json": b"{}"},
-    "notes": {"notes.txt": b"By Spark.\n", "part-00000": PARQUET},
     "a row": {"a.jsonl": b'{"text": "a"}\n', "a.arrow": PARQUET, "b.json.zst": PARQUET},
 }
 
@@ -162,7 +161,7 @@ def test_a_folder_that_is_mostly_something_else(tmp_path, kind):
         refused(data, f"{len(text)} bytes of text", f"{size:,} bytes left out: ", *other)
     (folder / "novel.txt").write_text("A novel. " * 1000)
     texts = list(texts_of(find_source(data)))
-    assert len(texts) == 1 + (kind in ("a vocabulary", "notes", "a row"))
+    assert len(texts) == 1 + (kind in ("a vocabulary", "a row"))
 
 
 ABOUT = ["README.txt", "readme.txt.gz", "LICENSE", "LICENSE-MIT.txt", "licence.txt", "License.md"]

@@ -238,7 +238,7 @@ def _check_listing(folder: epath.Path, found: _Found) -> None:
         remedy = "it reads .parquet, .arrow, .jsonl, .ndjson, .json and .txt, also compressed, or "
         remedy += "what config.data.pattern names, such as **/*.md"
         raise usage_error("config.data.data_dir", folder, problem, remedy)
-    others = [name for name in found if found[name].reason.startswith(("ending", "without"))]
+    others = [name for name in found if found[name].reason.startswith("ending")]
     text_bytes, other_bytes = (sum(found[name].size for name in names) for names in (read, others))
     if text_bytes < other_bytes:
         listed = ", ".join(others[:LISTED])
