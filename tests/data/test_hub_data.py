@@ -4,6 +4,7 @@ import re
 import shutil
 
 import pytest
+from pyarrow import parquet
 from support.commands import CONFIG, ROOT, refusal
 from support.hub_server import serve
 from support.text import articles, data_config, write_lines
@@ -12,7 +13,6 @@ from prope.data.sources.find import find_source
 from prope.data.store.build import open_store
 
 constants = pytest.importorskip("huggingface_hub.constants", reason="needs the extra hf")
-parquet = pytest.importorskip("pyarrow.parquet")
 
 NAME = "lab/tiny"
 PLACE = f"hf://datasets/{NAME}"
