@@ -19,6 +19,7 @@ from prope.runtime import files
 
 RENEW_SECONDS = 5.0
 EXPIRE_SECONDS = 40.0  # without a renewal, after which the holder counts as dead
+LOCK_SECONDS = 60.0  # for a write on this machine, which waits for another's to end
 
 
 class Lease:
@@ -92,13 +93,21 @@ class Lease:
         return entry, {}, None
 
     def _write(self, entry, holder: dict) -> bool:
-        """Writes the file, unless it has changed since `entry` was read from it."""
+        """Writes the file, unless it has changed since `entry` was read from it.
+
+        Raises Stopped where a process was suspended amid a write of it, whose lock nobody can take.
+        """
         record = {"holder": holder, "saved": self.saved, "time": time.time()}
         content = json.dumps(record).encode()
         unchanged = entry.stamp.generation
-        with files.os_errors_of_tensorstore(is_disk_full):
-            written = self._folder.write(self._path.name, content, if_equal=unchanged).result()
-        return bool(written.generation)
+        written = self._folder.write(self._path.name, content, if_equal=unchanged)
+        try:
+            with files.os_errors_of_tensorstore(is_disk_full):
+                timeout = None if files.is_url(self._path) else LOCK_SECONDS
+                return bool(written.result(timeout=timeout).generation)
+        except TimeoutError as error:
+            problem = f"a suspended process holds its lock, such as {_name(self._read()[1])}"
+            raise Stopped(f"{self._path}: {problem}; end it, or let it go on", LOST) from error
 
     def _renew_once(self) -> None:
         while True:  # `check` and the thread may meet

@@ -170,7 +170,7 @@ class Folder:
         stamp = types.SimpleNamespace(generation=str(self.generation))
         return types.SimpleNamespace(value=self.value, stamp=stamp)
 
-    def _write(self, content, if_equal):
+    def _write(self, content, if_equal, timeout):
         self.before("write")
         if if_equal != str(self.generation):
             return types.SimpleNamespace(generation="")
@@ -286,6 +286,32 @@ def test_a_full_disk_is_told_at_once(tmp_path, folder, clock, take):
     with pytest.raises(ValueError, match="No space left") as failure:
         lease.check()
     assert to_user_error(failure.value).code == 1 and clock == [0.0]
+
+
+@pytest.mark.parametrize("what", ["acquire", "check"])
+def test_a_training_that_is_suspended_amid_a_write_stops_the_next(
+    tmp_path, take, monkeypatch, what
+):
+    """TensorStore's lock is the system's: it stays while the process lives."""
+    monkeypatch.setattr(lease_lib, "LOCK_SECONDS", 0.5)
+    monkeypatch.setattr(lease_lib, "RENEW_SECONDS", 1000.0)
+    place = epath.Path(tmp_path)
+    operate = take(place).check if what == "check" else lambda: take(place)
+    if what == "acquire":
+        (place / "lease.json").write_text(json.dumps({"holder": {**ELSEWHERE, "id": "7"}}))
+        monkeypatch.setattr(lease_lib, "EXPIRE_SECONDS", 0.0)
+    lock = tmp_path / "lease.json.__lock"
+    hold = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX)"
+    hold += "; print('held', flush=True); sys.stdin.read()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", hold, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert child.stdout.readline() == b"held\n"
+    try:
+        with pytest.raises(Stopped, match=r"suspended process holds its lock.* \d+ on .*; end"):
+            operate()
+    finally:
+        child.communicate()
 
 
 def test_a_write_whose_answer_is_lost_is_our_own(tmp_path, folder, clock, take):
@@ -435,6 +461,11 @@ def test_a_suspended_training_that_wakes_changes_nothing(start_command, tmp_path
     first = start_command("prope.train", *arguments, patch=QUICK + SLOW_STEPS)
     first.wait_for("step 3/20")
     first.signal(signal.SIGSTOP)
+    while (tmp_path / "lease.json.__lock").exists():  # amid a write: the next test
+        first.signal(signal.SIGCONT)
+        time.sleep(0.05)
+        first.signal(signal.SIGSTOP)
+        time.sleep(0.05)
     second = finish(start_command("prope.train", *arguments, patch=QUICK))
     assert second.code == 0, second.stderr
     before = {path.name: path.read_bytes() for path in tmp_path.glob("*.json*")}
