@@ -9,7 +9,8 @@ A rule scores every pair: change, by how much the scores of attention change whe
 by |q| |k|; fast is p-RoPE; slow and uniform are controls. Norms are measured on beginnings of
 training documents, or read from an analysis.json. W/pairs.json has the choice, W/pairs.png draws
 it. The run is then evaluated on validation documents as it is, with the choice, and with p-RoPE of
-as many pairs; nothing is trained.
+as many pairs; nothing is trained. --rule=change,norm --keep=0.5,0.25 compares all of these: each
+has a file, such as W/pairs_norm_head_0.25.json.
 """
 
 from absl import flags
@@ -21,14 +22,12 @@ from prope.inference import options
 def define_flags() -> None:
     """Defines the command's flags."""
     command.define_place("workdir", "directory of a run whose pairs all rotate")
-    flags.DEFINE_enum(
-        "rule", "change", ["change", "norm", "fast", "slow", "uniform"], "what a pair is scored by"
-    )
-    flags.DEFINE_float(
-        "keep", 0.5, "share of the pairs that rotate", lower_bound=0.0, upper_bound=1.0
-    )
-    per = "whose pairs are chosen together: a key head's, a layer's, the same for its heads, or all"
-    flags.DEFINE_enum("per", "head", ["head", "layer", "model"], per)
+    rules = "what a pair is scored by: change, norm, fast, slow or uniform; several are compared"
+    flags.DEFINE_list("rule", ["change"], rules)
+    flags.DEFINE_list("keep", ["0.5"], "share of the pairs that rotate, or several")
+    per = "whose pairs are chosen together: a key head's, a layer's, the same for its heads, or "
+    per += "those of the model; or several"
+    flags.DEFINE_list("per", ["head"], per)
     command.define_place("analysis", "analysis.json whose norms are taken, instead of measuring")
     flags.DEFINE_integer("step", None, "checkpoint; the newest by default", lower_bound=0)
     flags.DEFINE_integer(

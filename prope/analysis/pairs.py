@@ -6,8 +6,11 @@ distances at which keys are seen; the pairs of the highest scores rotate on, the
 Axes: L layers, N query heads, K key heads, P pairs, S distances.
 """
 
+import itertools
 import json
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +22,7 @@ from prope.analysis.walk import Walk, mean_over_sequences
 from prope.errors import log, usage_error
 from prope.inference.losses import LossOptions, evaluations
 from prope.inference.opening import check_folder, results_folder
-from prope.inference.paired import paired_difference
+from prope.inference.paired import paired_difference, sums_file
 from prope.model import Captured
 from prope.pages.analysis import stack_rows
 from prope.pages.drawing import Picture, height, label_ticks, panels, show_image
@@ -35,12 +38,14 @@ from prope.workdir.run import Run, open_run
 
 
 def change(query, key, freqs, distances) -> np.ndarray:
-    """How much the scores of attention change, at most, where a pair stands instead of rotating.
+    """How much the scores of attention change where a pair stands instead of rotating.
 
-    That is |q| |k| (1 - cos(f d)), averaged over distances d with weights 1 / d.
+    A query and a key that are turned against one another by any angle, each as likely, have their
+    score changed by |q| |k| sqrt(1 - cos(f d)), as a root of the mean square. That is averaged over
+    distances d with weights 1 / d.
     """
     turned = 1 - np.cos(freqs[..., None] * distances)
-    return query * key * np.average(turned, axis=-1, weights=1 / distances)
+    return query * key * np.sqrt(np.average(turned, axis=-1, weights=1 / distances))
 
 
 def norm(query, key, freqs, distances) -> np.ndarray:
@@ -67,6 +72,15 @@ def uniform(query, key, freqs, distances) -> np.ndarray:
 
 
 RULES: dict[str, Callable] = {rule.__name__: rule for rule in (change, norm, fast, uniform, slow)}
+OWNERS = ("head", "layer", "model")
+
+
+class Choice(NamedTuple):
+    """What chooses pairs: a rule, the share that it keeps, and of which owner's pairs."""
+
+    rule: str
+    keep: float
+    per: str
 
 
 def score_pairs(model: ModelSpec, norms: list[dict], rule: str, T: int) -> list[np.ndarray]:
@@ -92,7 +106,9 @@ def score_pairs(model: ModelSpec, norms: list[dict], rule: str, T: int) -> list[
     return scores
 
 
-def keep_highest(model: ModelSpec, scores: list[np.ndarray], share: float, per: str) -> list:
+def keep_highest(
+    model: ModelSpec, scores: list[np.ndarray], share: float, per: str
+) -> list[np.ndarray]:
     """Chooses the pairs that rotate, bool [L][K, P]: this share of those of every head.
 
     Per layer its heads keep the same pairs; per model a head keeps as many as its scores deserve.
@@ -152,7 +168,7 @@ def choose_pairs(options) -> dict:
     """
     run = open_run(options.workdir, options.step)
     model = run.spec.model
-    _check(options, model)
+    choices = _read_choices(options, model)
     folder = results_folder(run.workdir, options.workdir, options.output)
     check_folder(folder, options.output)
     if options.analysis:
@@ -162,42 +178,58 @@ def choose_pairs(options) -> dict:
         sequences = np.array(ids, np.int32)
         about = text | dict(zip(("sequences", "seq_len"), sequences.shape, strict=True))
         run, norms = run.restore_newest_valid(lambda run: measure_norms(run, sequences))
-    scores = score_pairs(model, norms, options.rule, about["seq_len"])
-    kept = keep_highest(model, scores, options.keep, options.per)
-    counts = {"kept_pairs": int(sum(map(np.sum, kept))), "pairs": int(sum(map(np.size, kept)))}
-    chosen = {
-        **{name: getattr(options, name) for name in ("rule", "per", "keep")},
-        "workdir": str(run.workdir),
-        "step": run.step,
-        "text": about,
-        **counts,
-        "rope_pairs": format_pairs(kept),
-        "scores": [[[float(f"{x:.5g}") for x in head] for head in layer] for layer in scores],
-    }
-    path = folder / "pairs.json"
-    if processes.is_first():
-        write_atomic(path, json.dumps(chosen))
-        write_atomic(folder / "pairs.png", draw_pairs(kept, options.rule).render())
-    by_index = [np.broadcast_to(-np.arange(one.shape[1]) / one.shape[1], one.shape) for one in kept]
-    fastest = keep_highest(model, by_index, options.keep, options.per)
-    losses = _compare(options, run, folder, [None, chosen["rope_pairs"], format_pairs(fastest)])
-    names = ("loss_as_it_is", "loss", "loss_p_rope")
-    return dict(zip(names, losses, strict=True)) | counts | {"output": str(path)}
+    about = {"workdir": str(run.workdir), "step": run.step, "text": about}
+    results = []
+    for choice in choices:
+        name = "pairs" if len(choices) == 1 else f"pairs_{choice.rule}_{choice.per}_{choice.keep:g}"
+        scores = score_pairs(model, norms, choice.rule, about["text"]["seq_len"])
+        kept = keep_highest(model, scores, choice.keep, choice.per)
+        counts = {"kept_pairs": int(sum(map(np.sum, kept))), "pairs": int(sum(map(np.size, kept)))}
+        chosen = choice._asdict() | about | counts | {"rope_pairs": format_pairs(kept)}
+        chosen["scores"] = [[[float(f"{x:.5g}") for x in row] for row in one] for one in scores]
+        path = folder / f"{name}.json"
+        if processes.is_first():
+            write_atomic(path, json.dumps(chosen))
+            write_atomic(folder / f"{name}.png", draw_pairs(kept, choice.rule).render())
+        by_index = [np.broadcast_to(-np.arange(P) / P, (K, P)) for K, P in map(np.shape, kept)]
+        fastest = format_pairs(keep_highest(model, by_index, choice.keep, choice.per))
+        losses = _compare(options, run, folder, choice, [None, chosen["rope_pairs"], fastest])
+        names = ("loss_as_it_is", "loss", "loss_p_rope")
+        results.append(dict(zip(names, losses, strict=True)) | counts | {"output": str(path)})
+    if len(results) == 1:
+        return results[0]
+    rows = [choice._asdict() | result for choice, result in zip(choices, results, strict=True)]
+    return {"choices": rows, "output": str(folder)}
 
 
-def _check(options, model: ModelSpec) -> None:
+def _read_choices(options, model: ModelSpec) -> list[Choice]:
+    """Reads every choice that the flags name; raises UsageError for one that cannot be made."""
     if any((layer.frequencies == 0).any() or layer.removed.any() for layer in model.layers):
         problem = f"{model.describe_rotation()}: a choice is made where all pairs rotate"
         raise usage_error(
             "--workdir", options.workdir, problem, "name the run before its conversion"
         )
+    for flag, names in (("rule", tuple(RULES)), ("per", OWNERS)):
+        for name in getattr(options, flag):
+            if name not in names:
+                raise usage_error(f"--{flag}", name, f"must be of {', '.join(names)}")
     sizes = [layer.frequencies.size for layer in model.layers if not layer.shares_kv]
     of_head = min(layer.head_dim // 2 for layer in model.layers)
-    count, owner = (sum(sizes), "the model") if options.per == "model" else (of_head, "a head")
-    if round(options.keep * count) < 1:
-        problem = f"keeps none of the {count} pairs of {owner}"
-        remedy = f"keep {1 / count:g} or more; p = 0 needs no choice"
-        raise usage_error("--keep", options.keep, problem, remedy)
+    choices = []
+    for rule, per, share in itertools.product(options.rule, options.per, options.keep):
+        count, owner = (sum(sizes), "the model") if per == "model" else (of_head, "a head")
+        try:
+            keep = float(share)
+        except ValueError:
+            keep = math.nan
+        if not 0 <= keep <= 1:
+            raise usage_error("--keep", share, "must be a share of the pairs, from 0 to 1")
+        if round(keep * count) < 1:
+            problem = f"keeps none of the {count} pairs of {owner}"
+            remedy = f"keep {1 / count:g} or more; p = 0 needs no choice"
+            raise usage_error("--keep", share, problem, remedy)
+        choices.append(Choice(rule, keep, per))
+    return choices
 
 
 def _read_norms(path: str, model: ModelSpec) -> tuple[list[dict], dict]:
@@ -220,27 +252,36 @@ def _read_norms(path: str, model: ModelSpec) -> tuple[list[dict], dict]:
     return layers, about
 
 
-def _compare(options, run: Run, folder: epath.Path, choices: list) -> list[float]:
-    """Evaluates the run with each choice of pairs, None first; returns losses in nats per token."""
+def _compare(
+    options, run: Run, folder: epath.Path, choice: Choice, pairs: list[str | None]
+) -> list[float]:
+    """Evaluates the run with three sets of pairs, None first; returns losses in nats per token."""
     flags = ("workdir", "dataset", "data_dir", "max_windows", "dtype", "output")
     fields = {name: getattr(options, name) for name in flags}
     fields |= {"step": str(run.step), "split": "validation"}
     fields["seq_len"] = options.seq_len and str(options.seq_len)
-    fields["again"] = options.output is not None  # records elsewhere have their sums there
-    losses = [next(evaluations(LossOptions(**fields, pairs=pairs))) for pairs in choices]
-    processes.call_on_first(lambda: _log_differences(folder, *losses))
-    return [record["loss"] for record in losses]
+    records = [next(evaluations(LossOptions(**fields, pairs=each))) for each in pairs]
+    places = (folder, run.workdir)  # a record that the run had is not made again elsewhere
+    processes.call_on_first(lambda: _log_differences(places, choice, *records))
+    return [record["loss"] for record in records]
 
 
-def _log_differences(folder: epath.Path, as_it_is: dict, chosen: dict, fastest: dict) -> None:
+def _log_differences(
+    places: tuple, choice: Choice, as_it_is: dict, chosen: dict, fastest: dict
+) -> None:
     """Logs by how much the losses of three records differ, paired by document."""
     about = {name: chosen.get(name) for name in ("step", "dataset", *SAME_WINDOWS, "changed")}
     for name, other in (("as it is", as_it_is), ("with p-RoPE of as many pairs", fastest)):
         second = {"changed": other.get("changed")}
-        difference = paired_difference(folder, folder, about=about, second_fields=second)
+        found = [
+            next((place for place in places if sums_file(place, record).exists()), places[0])
+            for record in (chosen, other)
+        ]
+        difference = paired_difference(*found, about=about, second_fields=second)
         interval = difference.interval()
         reach = "" if interval is None else " ({:+.4f} to {:+.4f})".format(*interval)
-        log.info("chosen minus %s: %+.4f nats per token%s", name, difference.difference, reach)
+        rule = f"{choice.rule} per {choice.per}, {choice.keep:g}"
+        log.info("%s, minus %s: %+.4f nats per token%s", rule, name, difference.difference, reach)
 
 
 def draw_pairs(kept: list[np.ndarray], rule: str) -> Picture:

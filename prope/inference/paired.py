@@ -128,16 +128,20 @@ def write_sums(folder: epath.Path, record: dict, sums: Sums, **others: np.ndarra
     sums = sums._replace(loss=sums.loss.astype(np.float32), tokens=sums.tokens.astype(np.int32))
     file = io.BytesIO()
     np.savez_compressed(file, **sums._asdict(), **others)
-    write_atomic(_path(folder, record), file.getvalue())
+    write_atomic(folder / _file_name(record), file.getvalue())
 
 
-def _path(folder: epath.Path, record: dict) -> epath.Path:
-    name = "-".join(str(record.get(field)) for field in SAME_WINDOWS)
-    return folder / f"{name}.npz"
+def sums_file(workdir: epath.PathLike, record: dict) -> epath.Path:
+    """Returns the file of an evaluation's sums."""
+    return sums_folder(workdir, record) / _file_name(record)
+
+
+def _file_name(record: dict) -> str:
+    return "-".join(str(record.get(field)) for field in SAME_WINDOWS) + ".npz"
 
 
 def _read_sums(workdir: epath.PathLike, record: dict) -> Sums:
-    path = _path(sums_folder(workdir, record), record)
+    path = sums_file(workdir, record)
     try:
         with np.load(io.BytesIO(path.read_bytes())) as saved:
             return Sums(*(saved[name] for name in Sums._fields))

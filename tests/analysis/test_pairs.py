@@ -19,7 +19,7 @@ from prope.workdir.records import read_jsonl
 from prope.workdir.run import open_run
 
 OPTIONS = dict.fromkeys(("analysis", "step", "dataset", "data_dir", "text", "dtype", "output"))
-OPTIONS |= {"rule": "change", "keep": 0.5, "per": "head", "sequences": 4, "seq_len": 64}
+OPTIONS |= {"rule": ["change"], "keep": ["0.5"], "per": ["head"], "sequences": 4, "seq_len": 64}
 OPTIONS |= {"max_windows": 8}
 
 
@@ -35,14 +35,18 @@ def draw_norms(spec, seed=0):
     ]
 
 
-def test_change_is_the_mean_of_what_a_rotation_takes_from_a_score():
-    """Of a query and a key along one another, |q| |k| (1 - cos(f d)), distances d by 1 / d."""
+def test_change_is_the_root_mean_square_of_what_a_rotation_adds_to_a_score():
+    """Over the angles between a query and a key, all alike, and over distances d by 1 / d."""
     freqs = np.array([[1.0, 0.3, 0.01, 0.0]])
     query, key = np.array([[1.0, 2.0, 3.0, 4.0]]), np.array([[2.0, 1.0, 0.5, 5.0]])
     expected = []
     for q, k, f in zip(query[0], key[0], freqs[0], strict=True):
-        total = sum(q * k * (1 - np.cos(f * d)) / d for d in range(1, 50))
-        expected.append(total / sum(1 / d for d in range(1, 50)))
+        total = 0
+        for d in range(1, 50):
+            angles = 2 * np.pi * np.arange(100) / 100
+            added = q * k * (np.cos(angles + f * d) - np.cos(angles))
+            total += np.mean(added**2) / d
+        expected.append(np.sqrt(total / sum(1 / d for d in range(1, 50))))
     actual = pairs.change(query, key, freqs, np.arange(1, 50))
     np.testing.assert_allclose(actual, [expected], rtol=1e-12)
 
@@ -79,7 +83,7 @@ def test_the_highest_scores_are_kept_of_heads_layers_or_the_model(rule, fields):
                 strength = one["query_norms"][head][pair] * key
                 distances = np.arange(1, min(layer.window or T, T))
                 turned = 1 - np.cos(layer.frequencies[key_head, pair] * distances)
-                weight = np.sum(turned / distances) / np.sum(1 / distances)
+                weight = np.sqrt(np.sum(turned / distances) / np.sum(1 / distances))
                 scale = spec.attention_scale or layer.head_dim**-0.5
                 score = scale * strength * (weight if rule == "change" else 1)
                 scores[layer.kv_source][key_head, pair] += score * K / spec.num_heads
@@ -174,7 +178,7 @@ def test_a_choice_is_written_evaluated_and_trained_with(run, tmp_path):
     assert plain["loss"] == printed["loss_as_it_is"]
     # Elsewhere, where no record is yet; and with a budget that heads cannot share equally.
     output = tmp_path / "elsewhere"
-    changed = {"workdir": str(run), "output": str(output), "per": "model", "keep": 0.29}
+    changed = {"workdir": str(run), "output": str(output), "per": ["model"], "keep": ["0.29"]}
     printed = pairs.choose_pairs(types.SimpleNamespace(**OPTIONS | changed))
     assert printed["loss_as_it_is"] == plain["loss"]
     *_, fastest = read_jsonl(output / "eval.jsonl")
@@ -195,8 +199,12 @@ def test_what_cannot_be_chosen_is_refused_in_one_line(run, tmp_path):
         options = types.SimpleNamespace(**OPTIONS | {"workdir": str(run)} | changed)
         return refusal(pairs.choose_pairs, options)
 
-    assert refused(keep=0.01).startswith("--keep=0.01: keeps none of")
-    assert refused(keep=0.0, per="model").startswith("--keep=0.0: keeps none of")
+    assert refused(keep=["0.5", "0.01"]).startswith("--keep=0.01: keeps none of")
+    assert refused(keep=["0"], per=["model"]).startswith("--keep=0: keeps none of")
+    for share in ("-1", "1.1", "nan", "half"):
+        assert refused(keep=[share]).startswith(f"--keep={share}: must be a share")
+    assert refused(rule=["fast", "loud"]).startswith("--rule=loud: must be of change, norm, fast")
+    assert refused(per=["kind"]).startswith("--per=kind: must be of head, layer, model")
     missing = str(tmp_path / "none.json")
     assert refused(analysis=missing).startswith(f"--analysis={missing}: cannot be read")
     for given, problem in ((missing, "cannot be read"), ("0-99", "layer 0: '0-99' are no pairs")):

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Evaluates a published model with pairs chosen by several rules: the records of
+# configs/results/which_pairs.md. What is there already is not made again.
+#
+#   bash launch/which_pairs.sh MODEL DATA WORK
+#
+# MODEL is a folder of transformers, DATA the folder of wikipedia/20230601.en, WORK a new folder.
+# One half of the articles chooses, the other is evaluated, with Python's library as a second kind
+# of text. Two CPU cores need 70 minutes for SmolLM2 135M, and 50 for Gemma 3 270M.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+(($# == 3)) || { usage; exit 2; }
+model=$1 data=$2 work=$3
+windows=${PROPE_WINDOWS:-30} long_windows=${PROPE_LONG_WINDOWS:-6}
+mkdir -p "$work/text"
+
+python - "$data" "$work/text" <<'PYTHON'
+import hashlib, json, pathlib, sys
+import tensorflow_datasets as tfds
+articles = list(tfds.data_source("wikipedia/20230601.en", split="train", data_dir=sys.argv[1]))
+articles.sort(key=lambda article: hashlib.sha256(article["title"]).digest())
+for name, half in (("train", articles[:53]), ("validation", articles[53:])):
+    lines = [json.dumps({"text": article["text"].decode()}) + "\n" for article in half]
+    pathlib.Path(sys.argv[2], f"{name}.jsonl").write_text("".join(lines))
+PYTHON
+
+short=$work/short long=$work/long
+for run in "$short" "$long"; do # choices at 1024 and at 8192 tokens
+  [[ -d $run ]] || python -m prope.import_hf --input="$model" --workdir="$run" --dtype=float32
+done
+text=(--dataset=files "--data_dir=$work/text")
+at_1024=(--seq_len=1024 "--max_windows=$windows")
+at_8192=(--seq_len=8192 "--max_windows=$long_windows")
+
+python -m prope.choose --workdir="$short" "${text[@]}" "${at_1024[@]}" --rule=change,norm,fast --keep=0.5,0.25,0.125
+for pairs in "" "$short"/pairs_{change,norm,fast}_head_{0.5,0.25}.json; do
+  python -m prope.evaluate --workdir="$short" --dataset=python_source --split=all "${at_1024[@]}" ${pairs:+"--pairs=$pairs"}
+done
+python -m prope.choose --workdir="$long" "${text[@]}" "${at_8192[@]}" --sequences=8 --rule=change,norm,fast --keep=0.5
+python -m prope.evaluate --workdir="$long" "${text[@]}" --split=validation "${at_8192[@]}" --pairs="$short/pairs_change_head_0.5.json"
+for count in 1 4 53; do # of articles that choose
+  python -m prope.choose --workdir="$short" --output="$work/articles_$count" "${text[@]}" "${at_1024[@]}" --sequences=$count --keep=0.5,0.25
+done
+python -m prope.choose --workdir="$short" "${text[@]}" "${at_1024[@]}" --rule=change --per=layer,model --keep=0.5,0.25,0.125
+python -m prope.choose --workdir="$short" "${text[@]}" "${at_1024[@]}" --rule=slow,uniform --keep=0.5
