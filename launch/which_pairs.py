@@ -1,0 +1,153 @@
+"""Prints the tables of configs/results/which_pairs.md, and draws its figure, from records.
+
+    python launch/which_pairs.py WORK [WORK ..] [FIGURE.png]
+
+WORK is what which_pairs.sh left, named as the model. Losses are in nats per token; differences are
+paired by document, with 95 % intervals of each row alone.
+"""
+
+import hashlib
+import json
+import pathlib
+import sys
+
+from prope.inference.paired import paired_difference
+from prope.inference.statistics import holm
+from prope.pages.drawing import Picture, legend, line, panels, styles
+from prope.workdir.records import SAME_WINDOWS, read_jsonl
+
+TEXTS = {"files": "articles", "python_source": "Python source"}
+CONTRASTS = ("fast", "norm")  # change minus these, at every budget and length: declared
+
+
+class Evaluations:
+    """The evaluations of one model: as it is, and with choices of pairs."""
+
+    def __init__(self, work: pathlib.Path):
+        self.work = work
+        self.as_it_is = {}  # by folder, text and length: the record and its folder
+        self.chosen = {}  # by these and the choice: rule, per, keep, articles that chose
+        choices = {}
+        for path in sorted(work.glob("*/pairs_*.json")):
+            pairs = json.loads(path.read_text())
+            name = (pairs["rule"], pairs["per"], pairs["keep"], pairs["text"]["sequences"])
+            digest = hashlib.sha256(pairs["rope_pairs"].encode()).hexdigest()[:12]
+            choices.setdefault(digest, {})[path.parent.name] = name
+        for path in sorted(work.glob("*/eval.jsonl")):
+            for record in read_jsonl(path):
+                digest = record.get("changed", {}).get("model.rope_pairs")
+                about = (TEXTS[record["dataset"]], record["seq_len"])
+                if digest is None:
+                    self.as_it_is[about] = (record, path.parent)
+                    continue
+                folder = path.parent.name
+                found = choices[digest]
+                name = found.get(folder) or next(iter(found.values()))
+                chosen_at = folder if folder in found else next(iter(found))
+                self.chosen[(*about, *name, chosen_at)] = (record, path.parent)
+
+    def difference(self, one: tuple, other: tuple, positions: tuple | None = None):
+        """Returns the first record's loss minus the second's, at positions of their windows."""
+        (record, place), (second, other_place) = one, other
+        about = {name: record.get(name) for name in ("step", "dataset", *SAME_WINDOWS, "changed")}
+        about["split"] = record["split"]
+        changed = {"changed": second.get("changed")}
+        options = {"about": about, "second_fields": changed, "positions": positions}
+        return paired_difference(place, other_place, **options)
+
+
+def signed(value: float) -> str:
+    return f"{value:+.4f}"
+
+
+def row(*cells) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def cells_of(difference) -> tuple[str, str]:
+    interval = difference.interval()
+    return signed(difference.difference), f"{signed(interval[0])} to {signed(interval[1])}"
+
+
+def loss_rows(model: Evaluations) -> list[str]:
+    """Every choice minus the model as it is."""
+    rows = []
+    for name, found in model.chosen.items():
+        text, length, rule, per, keep, articles, chosen_at = name
+        plain = model.as_it_is[text, length]
+        parts = (1024, 4096, 8192) if length == 8192 else (length,)
+        for part in parts:
+            positions = None if part == length else (0, part)
+            difference = model.difference(found, plain, positions)
+            cells = (f"{keep:g}", rule, per, articles, "8192" if chosen_at == "long" else "1024")
+            shown = f"{part} of {length}" if part < length else length
+            head = (model.work.name, text, shown, difference.samples)
+            rows.append(row(*head, *cells, *cells_of(difference)))
+    return rows
+
+
+def contrast_rows(model: Evaluations) -> list[str]:
+    """The declared contrasts, with p-values by Holm over the family of a model."""
+    found = []
+    for (text, length, rule, per, keep, articles, at), one in model.chosen.items():
+        own = at == ("long" if length == 8192 else "short")
+        if (text, rule, per) == ("articles", "change", "head") and own:
+            for other in CONTRASTS:
+                second = model.chosen[text, length, other, per, keep, articles, at]
+                difference = model.difference(one, second)
+                found.append((length, keep, f"change - {other}", difference))
+    adjusted = holm([difference.p_value for *_, difference in found])
+    return [
+        row(model.work.name, length, f"{keep:g}", name, *cells_of(difference), f"{p:.2g}")
+        for (length, keep, name, difference), p in zip(found, adjusted, strict=True)
+    ]
+
+
+def losses_as_it_is(model: Evaluations) -> list[str]:
+    rows = []
+    for (text, length), (record, _) in model.as_it_is.items():
+        counts = (record["windows"], record["documents"], f"{record['tokens']:,}")
+        rows.append(row(model.work.name, text, length, *counts, f"{record['loss']:.4f}"))
+    return rows
+
+
+def draw(models: list[Evaluations]) -> Picture:
+    """Draws what each rule costs by the share of pairs that rotate, a panel a model and text."""
+    cases = [(model, *about) for model in models for about in model.as_it_is]
+    rules = ["change", "fast", "norm"]
+    style = styles(rules)
+
+    def draw(figure):
+        axes = panels(figure, len(cases))
+        for place, (model, text, length) in zip(axes.ravel(), cases, strict=True):
+            for rule in rules:
+                points = {1.0: 0.0}
+                for name, one in model.chosen.items():
+                    if name[:4] == (text, length, rule, "head") and name[5] in (8, 16):
+                        plain = model.as_it_is[text, length]
+                        points[name[4]] = model.difference(one, plain).difference
+                line(place, dict(sorted(points.items())), style[rule], rule)
+            place.set_xscale("log", base=2)
+            place.set_yscale("symlog", linthresh=0.1)
+            place.set_title(f"{model.work.name}\n{text}, {length} tokens", fontsize=9)
+            place.set(xlabel="share of the pairs that rotate")
+        axes[0, 0].set_ylabel("loss minus that as it is, nats per token")
+        legend(axes[0, -1])
+
+    size = (3.4 * len(cases), 3.6)
+    return Picture("which_pairs", "Which pairs", "Loss by rule and share.", "", draw, size)
+
+
+def main(arguments: list[str]) -> None:
+    works = [pathlib.Path(name) for name in arguments if not name.endswith(".png")]
+    models = [Evaluations(work) for work in works]
+    for table in (losses_as_it_is, loss_rows, contrast_rows):
+        for model in models:
+            print("\n".join(table(model)))
+        print()
+    if arguments[-1].endswith(".png"):
+        pathlib.Path(arguments[-1]).write_bytes(draw(models).render())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
