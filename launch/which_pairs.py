@@ -17,7 +17,8 @@ from prope.pages.drawing import Picture, legend, line, panels, styles
 from prope.workdir.records import SAME_WINDOWS, read_jsonl
 
 TEXTS = {"files": "articles", "python_source": "Python source"}
-CONTRASTS = ("fast", "norm")  # change minus these, at every budget and length: declared
+CHOOSERS = {1024: "16 articles x 1024", 8192: "8 articles x 8192"}
+DECLARED = ((1024, 0.5), (1024, 0.25), (1024, 0.125), (8192, 0.5))  # change minus fast and norm
 
 
 class Evaluations:
@@ -26,25 +27,26 @@ class Evaluations:
     def __init__(self, work: pathlib.Path):
         self.work = work
         self.as_it_is = {}  # by folder, text and length: the record and its folder
-        self.chosen = {}  # by these and the choice: rule, per, keep, articles that chose
+        self.chosen = {}  # by these and the choice: rule, per, keep, text that chose
         choices = {}
-        for path in sorted(work.glob("*/pairs_*.json")):
+        for path in sorted(work.glob("**/pairs_*.json")):
             pairs = json.loads(path.read_text())
-            name = (pairs["rule"], pairs["per"], pairs["keep"], pairs["text"]["sequences"])
+            text = pairs["text"]
+            chooser = f"{text['sequences']} {TEXTS[text['source']]} x {text['seq_len']}"
+            if pairs["rule"] in ("fast", "slow", "uniform"):
+                chooser = "none"
+            name = (pairs["rule"], pairs["per"], pairs["keep"], chooser)
             digest = hashlib.sha256(pairs["rope_pairs"].encode()).hexdigest()[:12]
-            choices.setdefault(digest, {})[path.parent.name] = name
-        for path in sorted(work.glob("*/eval.jsonl")):
+            choices.setdefault(digest, {})[name] = True
+        for path in sorted(work.glob("**/eval.jsonl")):
             for record in read_jsonl(path):
                 digest = record.get("changed", {}).get("model.rope_pairs")
                 about = (TEXTS[record["dataset"]], record["seq_len"])
                 if digest is None:
                     self.as_it_is[about] = (record, path.parent)
                     continue
-                folder = path.parent.name
-                found = choices[digest]
-                name = found.get(folder) or next(iter(found.values()))
-                chosen_at = folder if folder in found else next(iter(found))
-                self.chosen[(*about, *name, chosen_at)] = (record, path.parent)
+                for name in choices.get(digest, ()):
+                    self.chosen[*about, *name] = (record, path.parent)
 
     def difference(self, one: tuple, other: tuple, positions: tuple | None = None):
         """Returns the first record's loss minus the second's, at positions of their windows."""
@@ -57,14 +59,17 @@ class Evaluations:
 
 
 def signed(value: float) -> str:
+    """Writes a number with its sign."""
     return f"{value:+.4f}"
 
 
 def row(*cells) -> str:
+    """Writes a row of a table."""
     return f"| {' | '.join(map(str, cells))} |"
 
 
 def cells_of(difference) -> tuple[str, str]:
+    """Writes a difference and its interval."""
     interval = difference.interval()
     return signed(difference.difference), f"{signed(interval[0])} to {signed(interval[1])}"
 
@@ -73,13 +78,13 @@ def loss_rows(model: Evaluations) -> list[str]:
     """Every choice minus the model as it is."""
     rows = []
     for name, found in model.chosen.items():
-        text, length, rule, per, keep, articles, chosen_at = name
+        text, length, rule, per, keep, chooser = name
         plain = model.as_it_is[text, length]
         parts = (1024, 4096, 8192) if length == 8192 else (length,)
         for part in parts:
             positions = None if part == length else (0, part)
             difference = model.difference(found, plain, positions)
-            cells = (f"{keep:g}", rule, per, articles, "8192" if chosen_at == "long" else "1024")
+            cells = (f"{keep:g}", rule, per, chooser)
             shown = f"{part} of {length}" if part < length else length
             head = (model.work.name, text, shown, difference.samples)
             rows.append(row(*head, *cells, *cells_of(difference)))
@@ -89,11 +94,14 @@ def loss_rows(model: Evaluations) -> list[str]:
 def contrast_rows(model: Evaluations) -> list[str]:
     """The declared contrasts, with p-values by Holm over the family of a model."""
     found = []
-    for (text, length, rule, per, keep, articles, at), one in model.chosen.items():
-        own = at == ("long" if length == 8192 else "short")
-        if (text, rule, per) == ("articles", "change", "head") and own:
-            for other in CONTRASTS:
-                second = model.chosen[text, length, other, per, keep, articles, at]
+    for (text, length, rule, per, keep, chooser), one in model.chosen.items():
+        is_declared = (length, keep) in DECLARED and chooser == CHOOSERS[length]
+        if is_declared and (text, rule, per) == ("articles", "change", "head"):
+            for other in ("fast", "norm"):
+                chosen_by = "none" if other == "fast" else chooser
+                second = model.chosen.get((text, length, other, per, keep, chosen_by))
+                if second is None:  # not evaluated yet
+                    continue
                 difference = model.difference(one, second)
                 found.append((length, keep, f"change - {other}", difference))
     adjusted = holm([difference.p_value for *_, difference in found])
@@ -104,6 +112,7 @@ def contrast_rows(model: Evaluations) -> list[str]:
 
 
 def losses_as_it_is(model: Evaluations) -> list[str]:
+    """The model with all its pairs."""
     rows = []
     for (text, length), (record, _) in model.as_it_is.items():
         counts = (record["windows"], record["documents"], f"{record['tokens']:,}")
@@ -121,11 +130,14 @@ def draw(models: list[Evaluations]) -> Picture:
         axes = panels(figure, len(cases))
         for place, (model, text, length) in zip(axes.ravel(), cases, strict=True):
             for rule in rules:
-                points = {1.0: 0.0}
+                points = {1.0: (0.0, None)}
                 for name, one in model.chosen.items():
-                    if name[:4] == (text, length, rule, "head") and name[5] in (8, 16):
+                    keep, chooser = name[4:]
+                    is_shown = chooser in (CHOOSERS[length], "none")
+                    if name[:4] == (text, length, rule, "head") and is_shown:
                         plain = model.as_it_is[text, length]
-                        points[name[4]] = model.difference(one, plain).difference
+                        difference = model.difference(one, plain)
+                        points[keep] = (difference.difference, difference.reach)
                 line(place, dict(sorted(points.items())), style[rule], rule)
             place.set_xscale("log", base=2)
             place.set_yscale("symlog", linthresh=0.1)
@@ -139,6 +151,7 @@ def draw(models: list[Evaluations]) -> Picture:
 
 
 def main(arguments: list[str]) -> None:
+    """Prints all rows, and draws the figure where a file is named."""
     works = [pathlib.Path(name) for name in arguments if not name.endswith(".png")]
     models = [Evaluations(work) for work in works]
     for table in (losses_as_it_is, loss_rows, contrast_rows):

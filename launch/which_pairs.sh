@@ -2,16 +2,16 @@
 # Evaluates a published model with pairs chosen by several rules: the records of
 # configs/results/which_pairs.md. What is there already is not made again.
 #
-#   bash launch/which_pairs.sh MODEL DATA WORK
+#   bash launch/which_pairs.sh MODEL DATA WORK [PART ..]
 #
 # MODEL is a folder of transformers, DATA the folder of wikipedia/20230601.en, WORK a new folder.
 # One half of the articles chooses, the other is evaluated, with Python's library as a second kind
 # of text. Two CPU cores need 70 minutes for SmolLM2 135M, and 50 for Gemma 3 270M.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-(($# == 3)) || { usage; exit 2; }
+(($# >= 3)) || { usage; exit 2; }
 model=$1 data=$2 work=$3
-windows=${PROPE_WINDOWS:-30} long_windows=${PROPE_LONG_WINDOWS:-6}
+windows=${PROPE_WINDOWS:-30} long_count=${PROPE_LONG_WINDOWS:-6}
 mkdir -p "$work/text"
 
 python - "$data" "$work/text" <<'PYTHON'
@@ -30,16 +30,30 @@ for run in "$short" "$long"; do # choices at 1024 and at 8192 tokens
 done
 text=(--dataset=files "--data_dir=$work/text")
 at_1024=(--seq_len=1024 "--max_windows=$windows")
-at_8192=(--seq_len=8192 "--max_windows=$long_windows")
+at_8192=(--seq_len=8192 "--max_windows=$long_count")
 
-python -m prope.choose --workdir="$short" "${text[@]}" "${at_1024[@]}" --rule=change,norm,fast --keep=0.5,0.25,0.125
-for pairs in "" "$short"/pairs_{change,norm,fast}_head_{0.5,0.25}.json; do
-  python -m prope.evaluate --workdir="$short" --dataset=python_source --split=all "${at_1024[@]}" ${pairs:+"--pairs=$pairs"}
-done
-python -m prope.choose --workdir="$long" "${text[@]}" "${at_8192[@]}" --sequences=8 --rule=change,norm,fast --keep=0.5
-python -m prope.evaluate --workdir="$long" "${text[@]}" --split=validation "${at_8192[@]}" --pairs="$short/pairs_change_head_0.5.json"
-for count in 1 4 53; do # of articles that choose
-  python -m prope.choose --workdir="$short" --output="$work/articles_$count" "${text[@]}" "${at_1024[@]}" --sequences=$count --keep=0.5,0.25
-done
-python -m prope.choose --workdir="$short" "${text[@]}" "${at_1024[@]}" --rule=change --per=layer,model --keep=0.5,0.25,0.125
-python -m prope.choose --workdir="$short" "${text[@]}" "${at_1024[@]}" --rule=slow,uniform --keep=0.5
+choose() { python -m prope.choose --workdir="$1" "${text[@]}" "${@:2}"; }
+
+articles() { choose "$short" "${at_1024[@]}" --rule=change,norm,fast --keep=0.5,0.25,0.125; }
+source_code() {
+  for pairs in "" "$short"/pairs_{change,norm,fast}_head_{0.5,0.25}.json; do
+    python -m prope.evaluate --workdir="$short" --dataset=python_source --split=all "${at_1024[@]}" ${pairs:+"--pairs=$pairs"}
+  done
+}
+long_windows() { # by choices at this length, and by that at 1024 tokens
+  choose "$long" "${at_8192[@]}" --sequences=8 --rule=change,norm,fast --keep=0.5,0.25
+  python -m prope.evaluate --workdir="$long" "${text[@]}" --split=validation "${at_8192[@]}" --pairs="$short/pairs_change_head_0.5.json"
+}
+budgets() { choose "$short" "${at_1024[@]}" --per=model,layer --keep=0.5,0.25,0.125; }
+amounts() { # articles that choose, instead of 16; and files of Python's library
+  for count in 1 4 53; do choose "$short" "${at_1024[@]}" "--output=$work/articles_$count" --sequences=$count --keep=0.5,0.25; done
+  choose "$short" --seq_len=1024 --max_windows=1 "--output=$work/source" --dataset=python_source --data_dir= --keep=0.5,0.25
+  for pairs in "$work"/source/short/pairs_*.json; do
+    python -m prope.evaluate --workdir="$short" "${text[@]}" --split=validation "${at_1024[@]}" "--pairs=$pairs"
+  done
+}
+controls() { choose "$short" "${at_1024[@]}" --rule=slow,uniform --keep=0.5; }
+
+parts=("${@:4}")
+((${#parts[@]})) || parts=(articles source_code long_windows budgets amounts controls)
+for part in "${parts[@]}"; do "$part"; done

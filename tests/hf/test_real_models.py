@@ -12,6 +12,7 @@ from support import real_models
 from support.runs import evaluate_run
 
 from prope import model
+from prope.analysis.pairs import choose_pairs
 from prope.data.tokenizer import load_tokenizer
 from prope.hf import exporter, importer
 from prope.inference import generation
@@ -200,3 +201,16 @@ def test_an_export_has_the_tensors_that_were_imported(real, tmp_path):
         values = tensor[differs].astype(np.float64)
         assert (np.abs(values) < 2**-16).all(), name  # below it, bfloat16 is finer than w - 1
         np.testing.assert_allclose(found[name][differs].astype(np.float64), values, atol=2**-23)
+
+
+def test_half_of_the_pairs_may_stand_where_they_change_little(real, tmp_path):
+    """The headline of configs/results/which_pairs.md, on less text of another kind."""
+    text = {"dataset": "python_docs", "data_dir": None, "text": None, "analysis": None}
+    size = {"seq_len": LENGTH, "sequences": 2, "max_windows": WINDOWS, "dtype": "float32"}
+    choice = {"rule": ["change"], "keep": ["0.5"], "per": ["head"], "step": None}
+    options = SimpleNamespace(
+        workdir=str(real.workdir), output=str(tmp_path), **text, **size, **choice
+    )
+    losses = choose_pairs(options)
+    cost = losses["loss"] - losses["loss_as_it_is"]
+    assert 0 < 4 * cost < losses["loss_p_rope"] - losses["loss_as_it_is"]
