@@ -140,13 +140,18 @@ def draw(models: list[Evaluations]) -> Picture:
                         points[keep] = (difference.difference, difference.reach)
                 line(place, dict(sorted(points.items())), style[rule], rule)
             place.set_xscale("log", base=2)
-            place.set_yscale("symlog", linthresh=0.1)
+            place.set_yscale("symlog", linthresh=0.01)
+            place.set_xticks([1 / 8, 1 / 4, 1 / 2, 1], ["1/8", "1/4", "1/2", "1"])
+            costs = [0, 0.01, 0.1, 1, 3]
+            place.set_yticks(costs, [f"{cost:g}" for cost in costs])
+            place.minorticks_off()
+            place.set_ylim(bottom=-0.005)
             place.set_title(f"{model.work.name}\n{text}, {length} tokens", fontsize=9)
             place.set(xlabel="share of the pairs that rotate")
         axes[0, 0].set_ylabel("loss minus that as it is, nats per token")
         legend(axes[0, -1])
 
-    size = (3.4 * len(cases), 3.6)
+    size = (2.6 * len(cases) + 0.8, 3.6)
     return Picture("which_pairs", "Which pairs", "Loss by rule and share.", "", draw, size)
 
 

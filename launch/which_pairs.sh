@@ -41,7 +41,7 @@ source_code() {
   done
 }
 long_windows() { # by choices at this length, and by that at 1024 tokens
-  choose "$long" "${at_8192[@]}" --sequences=8 --rule=change,norm,fast --keep=0.5,0.25
+  choose "$long" "${at_8192[@]}" --sequences=8 --rule=change,norm,fast --keep=0.5
   python -m prope.evaluate --workdir="$long" "${text[@]}" --split=validation "${at_8192[@]}" --pairs="$short/pairs_change_head_0.5.json"
 }
 budgets() { choose "$short" "${at_1024[@]}" --per=model,layer --keep=0.5,0.25,0.125; }
