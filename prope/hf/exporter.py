@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import math
+import pathlib
 from collections.abc import Iterator
 
 from prope.data.sources.find import find_source
@@ -20,10 +21,27 @@ from prope.runtime.files import as_path, check_new, is_url, new_directory
 from prope.spec.data import DataSpec
 from prope.workdir.run import open_run
 
+# In config.json: the classes of modeling_prope.py, which no class of transformers replaces.
+_CUSTOM_CLASS = {
+    "architectures": ["PropeForCausalLM"],
+    "model_type": "prope",
+    "auto_map": {
+        "AutoConfig": "modeling_prope.PropeConfig",
+        "AutoModelForCausalLM": "modeling_prope.PropeForCausalLM",
+    },
+}
 
-def export(workdir: str, output: str, step: int | None = None, dtype: str = "float32") -> dict:
+
+def export(
+    workdir: str,
+    output: str,
+    step: int | None = None,
+    dtype: str = "float32",
+    custom_code: bool = False,
+) -> dict:
     """Writes the checkpoint of a step, by default the newest, to a new directory.
 
+    With `custom_code`, modeling_prope.py beside it where no class of transformers has the rotation.
     Returns the command's result. Raises UsageError where there is no such checkpoint, transformers
     has no class for it, or `output` exists.
     """
@@ -31,8 +49,15 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
     check_new("output", target)
     run = open_run(workdir, step)
     spec = run.spec
-    hf_config = config_json.to_hf(spec, dtype)
+    hf_config = config_json.to_hf(spec, dtype, custom_code)
     family = FAMILIES[hf_config["model_type"]]
+    code = {}
+    if "rope_frequencies" in hf_config:
+        hf_config |= _CUSTOM_CLASS
+        code_file = pathlib.Path(__file__).with_name("modeling_prope.py")
+        code = {code_file.name: code_file.read_text().replace("LlamaForCausalLM", family.hf_class)}
+    elif custom_code:
+        log.info("--custom_code: %s computes this run; nothing but it is needed", family.hf_class)
     unread = unread_parameters(spec.model, family)
     if unread:
         problem = f"transformers has no tensor for {', '.join(unread)}"
@@ -41,7 +66,8 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
     special = special_fields(tokenizer)
     if spec.data.stop_ids:
         special["eos_token_id"] = [special["eos_token_id"], *spec.data.stop_ids]
-    texts = {"config.json": hf_config | special, "generation_config.json": special}
+    values = {"config.json": hf_config | special, "generation_config.json": special}
+    texts = {name: json.dumps(fields, indent=2) + "\n" for name, fields in values.items()} | code
     if hf_config["model_type"] == "qwen2" and isinstance(tokenizer, SentencePieceTokenizer):
         problem = "AutoTokenizer takes Qwen2Tokenizer for it, which gives other ids"
         log.warning("%s: %s; load it by PreTrainedTokenizerFast", output, problem)
@@ -53,15 +79,15 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
         # The last array is kept: neighbours such as gate_proj and up_proj are cut from one.
         read = functools.lru_cache(1)(run.checkpoint.read)
         with new_directory("output", target) as directory:
-            for name, values in texts.items():
-                (directory / name).write_text(json.dumps(values, indent=2) + "\n")
+            for name, text in texts.items():
+                (directory / name).write_text(text)
             write_tokenizer(spec.data.tokenizer, tokenizer, directory, _lines(spec.data))
             write_tensors(directory, tensors, read, dtype)
 
     run, _ = run.restore_newest_valid(write)
     return {
         "output": str(target),
-        "class": family.hf_class,
+        "class": hf_config["architectures"][0],
         "parameters": sum(math.prod(tensor.shape) for tensor in tensors),
         "dtype": dtype,
         "step": run.step,
