@@ -46,8 +46,9 @@ def main() -> dict:
     from prope.hf.exporter import export
     from prope.runtime.processes import call_on_first
 
-    options = (FLAGS.workdir, FLAGS.output, FLAGS.step, FLAGS.dtype, FLAGS.custom_code)
-    return call_on_first(lambda: export(*options))
+    return call_on_first(
+        lambda: export(FLAGS.workdir, FLAGS.output, FLAGS.step, FLAGS.dtype, FLAGS.custom_code)
+    )
 
 
 if __name__ == "__main__":

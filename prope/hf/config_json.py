@@ -8,7 +8,7 @@ import json
 
 from etils import epath
 
-from prope.errors import UsageError, usage_error
+from prope.errors import UsageError, log, usage_error
 from prope.hf.families import (
     FAMILIES,
     MODEL_FIELDS,
@@ -75,9 +75,13 @@ def _choose_class(model: ModelSpec, custom_code: bool) -> tuple[str, list[dict],
     """Returns (model_type, rope_parameters of every layer, fields of modeling_prope.py)."""
     try:
         ropes = write_rotations(model)
-        return choose_family(model, ropes), ropes, {}
+        model_type = choose_family(model, ropes)
     except UsageError as error:
         plain_error = error
+    else:
+        if custom_code:
+            log.info("%s computes this run without --custom_code", FAMILIES[model_type].hf_class)
+        return model_type, ropes, {}
     try:
         ropes, custom = write_custom_rotation(model)
         model_type = choose_family(model, ropes)

@@ -5,8 +5,9 @@ import functools
 import itertools
 import json
 import math
-import pathlib
 from collections.abc import Iterator
+
+from etils import epath
 
 from prope.data.sources.find import find_source
 from prope.data.tokenizer import SentencePieceTokenizer, load_tokenizer
@@ -51,13 +52,8 @@ def export(
     spec = run.spec
     hf_config = config_json.to_hf(spec, dtype, custom_code)
     family = FAMILIES[hf_config["model_type"]]
-    code = {}
-    if "rope_frequencies" in hf_config:
-        hf_config |= _CUSTOM_CLASS
-        code_file = pathlib.Path(__file__).with_name("modeling_prope.py")
-        code = {code_file.name: code_file.read_text().replace("LlamaForCausalLM", family.hf_class)}
-    elif custom_code:
-        log.info("--custom_code: %s computes this run; nothing but it is needed", family.hf_class)
+    custom_class = _CUSTOM_CLASS if "rope_frequencies" in hf_config else {}
+    hf_config |= custom_class
     unread = unread_parameters(spec.model, family)
     if unread:
         problem = f"transformers has no tensor for {', '.join(unread)}"
@@ -66,8 +62,7 @@ def export(
     special = special_fields(tokenizer)
     if spec.data.stop_ids:
         special["eos_token_id"] = [special["eos_token_id"], *spec.data.stop_ids]
-    values = {"config.json": hf_config | special, "generation_config.json": special}
-    texts = {name: json.dumps(fields, indent=2) + "\n" for name, fields in values.items()} | code
+    texts = {"config.json": hf_config | special, "generation_config.json": special}
     if hf_config["model_type"] == "qwen2" and isinstance(tokenizer, SentencePieceTokenizer):
         problem = "AutoTokenizer takes Qwen2Tokenizer for it, which gives other ids"
         log.warning("%s: %s; load it by PreTrainedTokenizerFast", output, problem)
@@ -79,8 +74,10 @@ def export(
         # The last array is kept: neighbours such as gate_proj and up_proj are cut from one.
         read = functools.lru_cache(1)(run.checkpoint.read)
         with new_directory("output", target) as directory:
-            for name, text in texts.items():
-                (directory / name).write_text(text)
+            for name, values in texts.items():
+                (directory / name).write_text(json.dumps(values, indent=2) + "\n")
+            if custom_class:
+                _write_code(directory, family.hf_class)
             write_tokenizer(spec.data.tokenizer, tokenizer, directory, _lines(spec.data))
             write_tensors(directory, tensors, read, dtype)
 
@@ -95,6 +92,13 @@ def export(
         "rotated_pairs": spec.model.rotated_pairs,
         "workdir": str(workdir),
     }
+
+
+def _write_code(directory: epath.Path, hf_class: str) -> None:
+    """Writes modeling_prope.py, whose classes rotate otherwise than a class of transformers."""
+    name = "modeling_prope.py"
+    text = (epath.Path(__file__).parent / name).read_text()
+    (directory / name).write_text(text.replace("LlamaForCausalLM", hf_class))
 
 
 def _lines(data: DataSpec) -> Iterator[bytes]:

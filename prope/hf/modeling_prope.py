@@ -32,10 +32,11 @@ def with_own_tables(attention, args, kwargs):
     """Calls a layer's attention with cos and sin [B, K, T, P] of its own instead of positions."""
     m, _ = kwargs["position_embeddings"]
     dtype = torch.float32 if m.device.type == "mps" else torch.float64
-    config, layer = attention.config, attention.layer_idx
-    freqs = torch.tensor(config.rope_frequencies[layer], dtype=dtype, device=m.device)
+    layer = attention.layer_idx
+    freqs = attention.config.rope_frequencies[layer]
+    freqs = torch.tensor(freqs, dtype=dtype, device=m.device)
     angles = m[:, None] * freqs[:, None]
-    factor = config.rope_attention_factors[layer]
+    factor = attention.config.rope_attention_factors[layer]
     tables = tuple((table * factor).float() for table in (angles.cos(), angles.sin()))
     return args, kwargs | {"position_embeddings": tables}
 
@@ -63,8 +64,9 @@ spec = importlib.util.spec_from_file_location(copy, original.origin)
 modeling = sys.modules[copy] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(modeling)
 modeling.apply_rotary_pos_emb = rotate
-for name in [name for name in vars(modeling) if name.endswith("RotaryEmbedding")]:
-    setattr(modeling, name, Positions)
+for name in [*vars(modeling)]:
+    if name.endswith("RotaryEmbedding"):
+        setattr(modeling, name, Positions)
 Base = getattr(modeling, CLASS)
 
 

@@ -60,9 +60,8 @@ def write_custom_rotation(model: ModelSpec) -> tuple[list[dict], dict]:
     """
     scaling = model.rope_scaling_type
     if scaling in ("remove", "dynamic"):
-        problem = "--custom_code has no such scaling"
-        remedy = "export the run with another one"
-        raise usage_error("config.model.rope_scaling_type", scaling, problem, remedy)
+        problem = "--custom_code does not have it; export the run with another scaling"
+        raise UsageError(f"config.model.rope_scaling_type={scaling}: {problem}")
     rope = {"rope_type": "prope", "rope_theta": model.max_wavelength}
     return [rope] * model.num_layers, {
         "rope_frequencies": [layer.frequencies.tolist() for layer in model.layers],
