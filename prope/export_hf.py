@@ -6,6 +6,11 @@
 model.safetensors (above 2 GB, shards and their index), generation_config.json, and the tokenizer's
 files, unless it is byte. The class is the first that computes the run, of Gemma 1 to 4, Llama,
 Qwen 2 and 3, Mistral and SmolLM3; p is the partial_rotary_factor of rope_type proportional.
+
+Where key heads, or layers of one kind, rotate different pairs, no class has the rotation:
+`--custom_code` writes modeling_prope.py, too, which `from_pretrained(DIR, trust_remote_code=True)`
+loads.
+
 One shard at a time is in memory, 2 GB or one larger tensor. On a pod, process 0 writes and the
 others wait.
 """
@@ -27,6 +32,12 @@ def define_flags() -> None:
     flags.DEFINE_enum(
         "dtype", "float32", DTYPES, "of the tensors: float32 is exact, bfloat16 halves the file"
     )
+    flags.DEFINE_bool(
+        "custom_code",
+        False,
+        "where no class of transformers rotates as the run does, write modeling_prope.py, which "
+        "from_pretrained(DIR, trust_remote_code=True) loads",
+    )
     flags.mark_flags_as_required(["workdir", "output"])
 
 
@@ -35,7 +46,9 @@ def main() -> dict:
     from prope.hf.exporter import export
     from prope.runtime.processes import call_on_first
 
-    return call_on_first(lambda: export(FLAGS.workdir, FLAGS.output, FLAGS.step, FLAGS.dtype))
+    return call_on_first(
+        lambda: export(FLAGS.workdir, FLAGS.output, FLAGS.step, FLAGS.dtype, FLAGS.custom_code)
+    )
 
 
 if __name__ == "__main__":

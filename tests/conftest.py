@@ -312,3 +312,11 @@ def libraries():
     """(transformers, torch)."""
     torch = pytest.importorskip("torch", reason="the hf extra is not installed")
     return pytest.importorskip("transformers", reason="the hf extra is not installed"), torch
+
+
+@pytest.fixture
+def remote_code(tmp_path, monkeypatch):
+    """Where transformers copies the code of a checkpoint before it executes it."""
+    folder = f"{tmp_path}/remote_code"
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", folder)
+    monkeypatch.setattr("sys.path", [*sys.path])

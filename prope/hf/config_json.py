@@ -8,7 +8,7 @@ import json
 
 from etils import epath
 
-from prope.errors import UsageError, usage_error
+from prope.errors import UsageError, log, usage_error
 from prope.hf.families import (
     FAMILIES,
     MODEL_FIELDS,
@@ -18,20 +18,22 @@ from prope.hf.families import (
     read_fields,
     write_fields,
 )
-from prope.hf.rotation import read_rotation, write_rotations
+from prope.hf.rotation import read_rotation, write_custom_rotation, write_rotations
 from prope.rope import num_rotated_pairs
 from prope.runtime import files
 from prope.spec.kinds import FULL
+from prope.spec.model import ModelSpec
 from prope.spec.run import Spec
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id")
 
 
-def to_hf(spec: Spec, dtype: str) -> dict:
+def to_hf(spec: Spec, dtype: str, custom_code: bool = False) -> dict:
     """Returns config.json for a run's config and the dtype of the tensors.
 
-    Raises UsageError where no class of transformers computes the run, or it has a field that is not
-    known here.
+    With `custom_code` it has `rope_frequencies` where a class computes all but the rotation. Raises
+    UsageError where no class of transformers computes the run, or it has a field that is not known
+    here.
     """
     model = spec.model
     for field in dataclasses.fields(model):
@@ -41,8 +43,7 @@ def to_hf(spec: Spec, dtype: str) -> dict:
             problem = "export does not know it, and would leave out what it computes"
             remedy = "write it in prope/hf/families.py"
             raise usage_error(f"config.model.{name}", value, problem, remedy)
-    ropes = write_rotations(model)
-    model_type = choose_family(model, ropes)
+    model_type, ropes, custom = _choose_class(model, custom_code)
     family = FAMILIES[model_type]
     fields = write_fields(family, model, ropes)
     rope = fields["rope_parameters"]
@@ -53,6 +54,7 @@ def to_hf(spec: Spec, dtype: str) -> dict:
         "attention_bias": False,
         "attention_dropout": 0.0,
         **fields,
+        **custom,
         "dtype": dtype,
     }
     rope_of_kind = rope if family.rotates_by_kind else {FULL: rope}
@@ -67,6 +69,27 @@ def to_hf(spec: Spec, dtype: str) -> dict:
         # The length that transformers scales by.
         values["max_position_embeddings"] = model.original_seq_len
     return values
+
+
+def _choose_class(model: ModelSpec, custom_code: bool) -> tuple[str, list[dict], dict]:
+    """Returns (model_type, rope_parameters of every layer, fields of modeling_prope.py)."""
+    try:
+        ropes = write_rotations(model)
+        model_type = choose_family(model, ropes)
+    except UsageError as error:
+        plain_error = error
+    else:
+        if custom_code:
+            log.info("%s computes this run without --custom_code", FAMILIES[model_type].hf_class)
+        return model_type, ropes, {}
+    try:
+        ropes, custom = write_custom_rotation(model)
+        model_type = choose_family(model, ropes)
+    except UsageError as error:
+        raise (error if custom_code else plain_error) from None
+    if not custom_code:
+        raise UsageError(f"{plain_error}; or export it with --custom_code")
+    return model_type, ropes, custom
 
 
 def from_hf(path: epath.Path) -> tuple[Spec, dict]:

@@ -7,6 +7,8 @@ import json
 import math
 from collections.abc import Iterator
 
+from etils import epath
+
 from prope.data.sources.find import find_source
 from prope.data.tokenizer import SentencePieceTokenizer, load_tokenizer
 from prope.data.vocabulary import split_lines
@@ -20,10 +22,27 @@ from prope.runtime.files import as_path, check_new, is_url, new_directory
 from prope.spec.data import DataSpec
 from prope.workdir.run import open_run
 
+# In config.json: the classes of modeling_prope.py, which no class of transformers replaces.
+_CUSTOM_CLASS = {
+    "architectures": ["PropeForCausalLM"],
+    "model_type": "prope",
+    "auto_map": {
+        "AutoConfig": "modeling_prope.PropeConfig",
+        "AutoModelForCausalLM": "modeling_prope.PropeForCausalLM",
+    },
+}
 
-def export(workdir: str, output: str, step: int | None = None, dtype: str = "float32") -> dict:
+
+def export(
+    workdir: str,
+    output: str,
+    step: int | None = None,
+    dtype: str = "float32",
+    custom_code: bool = False,
+) -> dict:
     """Writes the checkpoint of a step, by default the newest, to a new directory.
 
+    With `custom_code`, modeling_prope.py beside it where no class of transformers has the rotation.
     Returns the command's result. Raises UsageError where there is no such checkpoint, transformers
     has no class for it, or `output` exists.
     """
@@ -31,8 +50,10 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
     check_new("output", target)
     run = open_run(workdir, step)
     spec = run.spec
-    hf_config = config_json.to_hf(spec, dtype)
+    hf_config = config_json.to_hf(spec, dtype, custom_code)
     family = FAMILIES[hf_config["model_type"]]
+    custom_class = _CUSTOM_CLASS if "rope_frequencies" in hf_config else {}
+    hf_config |= custom_class
     unread = unread_parameters(spec.model, family)
     if unread:
         problem = f"transformers has no tensor for {', '.join(unread)}"
@@ -55,13 +76,15 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
         with new_directory("output", target) as directory:
             for name, values in texts.items():
                 (directory / name).write_text(json.dumps(values, indent=2) + "\n")
+            if custom_class:
+                _write_code(directory, family.hf_class)
             write_tokenizer(spec.data.tokenizer, tokenizer, directory, _lines(spec.data))
             write_tensors(directory, tensors, read, dtype)
 
     run, _ = run.restore_newest_valid(write)
     return {
         "output": str(target),
-        "class": family.hf_class,
+        "class": hf_config["architectures"][0],
         "parameters": sum(math.prod(tensor.shape) for tensor in tensors),
         "dtype": dtype,
         "step": run.step,
@@ -69,6 +92,13 @@ def export(workdir: str, output: str, step: int | None = None, dtype: str = "flo
         "rotated_pairs": spec.model.rotated_pairs,
         "workdir": str(workdir),
     }
+
+
+def _write_code(directory: epath.Path, hf_class: str) -> None:
+    """Writes modeling_prope.py, whose classes rotate otherwise than a class of transformers."""
+    name = "modeling_prope.py"
+    text = (epath.Path(__file__).parent / name).read_text()
+    (directory / name).write_text(text.replace("LlamaForCausalLM", hf_class))
 
 
 def _lines(data: DataSpec) -> Iterator[bytes]:

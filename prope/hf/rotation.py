@@ -53,13 +53,29 @@ def write_rotations(model: ModelSpec) -> list[dict]:
     return [_write_rope(model, layer) for layer in model.layers]
 
 
+def write_custom_rotation(model: ModelSpec) -> tuple[list[dict], dict]:
+    """Returns rope_parameters of every layer, and the fields by which modeling_prope.py rotates.
+
+    Its rope_type no class of transformers knows. Raises UsageError for a scaling that it has not.
+    """
+    scaling = model.rope_scaling_type
+    if scaling in ("remove", "dynamic"):
+        problem = "--custom_code does not have it; export the run with another scaling"
+        raise UsageError(f"config.model.rope_scaling_type={scaling}: {problem}")
+    rope = {"rope_type": "prope", "rope_theta": model.max_wavelength}
+    return [rope] * model.num_layers, {
+        "rope_frequencies": [layer.frequencies.tolist() for layer in model.layers],
+        "rope_attention_factors": [math.sqrt(layer.logit_scale) for layer in model.layers],
+    }
+
+
 def _write_rope(model: ModelSpec, layer: Layer) -> dict:
     H = layer.head_dim
     theta = layer.max_wavelength
     freqs = layer.frequencies[0]
     if (layer.frequencies != freqs).any():
         problem = f"key heads of layer {layer.number} rotate different pairs"
-        remedy = "choose pairs with --per=layer, which all heads of a layer have in common"
+        remedy = "choose pairs that all key heads of a layer have in common"
         field = "rope_pairs" if model.rope_pairs else "rope_frequencies"
         raise usage_error(f"config.model.{field}", shorten(getattr(model, field)), problem, remedy)
     scale = layer.logit_scale

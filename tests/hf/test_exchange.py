@@ -408,12 +408,52 @@ def test_tokenizers_of_an_import(tmp_path, exported, sentencepiece_model):
     refused(tmp_path, "--tokenizer=byte", "tokenizer.model", tokenizer="byte")
 
 
-def test_an_export_of_pairs_by_key_head_is_refused(tmp_path):
+def test_pairs_by_key_head_and_layer_need_custom_code(tmp_path, caplog):
+    """The refusal names the flag where it helps; and where it is not needed, nothing changes."""
     make_run(tmp_path / "run", p=1.0, num_kv_heads=2, rope_pairs="0-3 4; 5")
-    export_refused(tmp_path, "hf", "config.model.rope_pairs=0-3 4; 5", "key heads of layer 0")
+    flag = "or export it with --custom_code"
+    export_refused(tmp_path, "hf", "config.model.rope_pairs=0-3 4; 5", "key heads of layer 0", flag)
     make_run(tmp_path / "layers", p=1.0, num_kv_heads=2, rope_pairs="0-3; 5")
     line = refusal(lambda: exporter.export(tmp_path / "layers", tmp_path / "hf"))
     assert "config.model.rope_pairs=0-3; 5: no class" in line and "one for all layers" in line
+    assert line.endswith(flag)
+    out = exporter.export(tmp_path / "layers", tmp_path / "code", custom_code=True)
+    values = json.loads((tmp_path / "code/config.json").read_text())
+    assert values["architectures"] == [out["class"]] == ["PropeForCausalLM"]
+    rotates = np.array(values["rope_frequencies"]) > 0
+    expected = [[[0, 1, 2, 3]] * 2, [[5]] * 2]  # of each key head of each layer
+    assert [[np.flatnonzero(head).tolist() for head in layer] for layer in rotates] == expected
+    (tmp_path / "code/modeling_prope.py").unlink()
+    refused(tmp_path, 'model_type="prope"', source=tmp_path / "code")
+
+    make_run(tmp_path / "shared", p=1.0, num_kv_heads=2, rope_pairs="0-3,5")
+    exporter.export(tmp_path / "shared", tmp_path / "plain")
+    caplog.set_level("INFO")
+    exporter.export(tmp_path / "shared", tmp_path / "same", custom_code=True)
+    assert "GemmaForCausalLM computes this run without --custom_code" in caplog.text
+    for file in (tmp_path / "plain").iterdir():
+        assert (tmp_path / "same" / file.name).read_bytes() == file.read_bytes()
+    assert len(os.listdir(tmp_path / "same")) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"rope_scaling_type": "remove", "scaled_pairs": (0, 3)}, "rope_scaling_type=remove"),
+        (
+            {"rope_scaling_type": "dynamic", "rope_scaling_factor": 2.0, "original_seq_len": 64},
+            "config.model.rope_scaling_type=dynamic",
+        ),
+        ({"use_qk_norm": True}, "computes use_qk_norm=False"),
+    ],
+)
+def test_what_custom_code_does_not_compute_either(tmp_path, fields, named):
+    """The flag is not offered, and does not help."""
+    make_run(tmp_path / "run", p=1.0, rope_pairs="0-3; 5", **fields)
+    export = functools.partial(refusal, exporter.export, tmp_path / "run", tmp_path / "hf")
+    lines = [export(), export(custom_code=True)]
+    assert all(named in line for line in lines), lines
+    assert "custom_code" not in lines[0]
 
 
 def export_refused(tmp_path, output, *names):

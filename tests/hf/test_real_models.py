@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import real_models
-from support.runs import evaluate_run
+from support.runs import evaluate_run, save_run
 
 from prope import model
 from prope.analysis.pairs import choose_pairs
@@ -17,6 +17,7 @@ from prope.data.tokenizer import load_tokenizer
 from prope.hf import exporter, importer
 from prope.inference import generation
 from prope.loss import token_losses
+from prope.spec.layers import format_pairs
 from prope.workdir.run import open_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]
@@ -135,6 +136,28 @@ def test_windows_amid_a_document_are_evaluated_as_the_family_begins_texts(real, 
     if start:
         (without,) = evaluate_run(real.workdir, **flags, bos_every_window=False)
         assert without["loss"] > expected + 0.1, "what a Gemma loses without it"
+
+
+def test_the_loss_with_pairs_by_key_head_is_that_of_custom_code(real, ids, tmp_path, remote_code):
+    """A half of the pairs, drawn for every key head; far above the loss as it is."""
+    import torch
+    import transformers
+
+    rng = np.random.default_rng(0)
+    shapes = [layer.frequencies.shape for layer in real.run.spec.model.layers]
+    kept = [rng.permuted(np.tile(np.arange(P) % 2 == 0, (K, 1)), axis=1) for K, P in shapes]
+    fields = {"model.rope_pairs": format_pairs(kept), "model.dtype": "float32"}
+    spec = real.run.spec.replace(fields)
+    save_run(tmp_path / "run", spec, real.params)
+    exporter.export(tmp_path / "run", tmp_path / "hf", custom_code=True)
+    options = {"dtype": torch.float32, "trust_remote_code": True}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", **options)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", **options)("a b").input_ids
+    tokens = windows(real, ids)
+    chosen = SimpleNamespace(run=SimpleNamespace(spec=spec), params=real.params)
+    expected = their_loss(theirs, tokens)
+    assert expected > their_loss(real.theirs, tokens) + 0.1
+    assert our_loss(chosen, tokens) == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_loss_in_bfloat16_is_theirs(real, ids):

@@ -11,6 +11,7 @@ import numpy as np
 import oracles
 import pytest
 from oracles import decoder
+from support.commands import refusal
 from support.exchange import save, stored
 from support.models import assert_trees_close, forward, frequencies_of, leaves_by_path, same
 from support.runs import SIZES as RUN_SIZES
@@ -259,6 +260,90 @@ def test_a_decoder_comes_back_from_its_export(tmp_path, name):
     exporter.export(tmp_path / "back", tmp_path / "again")
     for file in ("config.json", "model.safetensors"):
         assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "hf" / file).read_bytes()
+
+
+# --- Pairs by key head and layer, exported with code ----------------------------------------------
+
+PAIRS = "0-2,6 1-5; 3,5 -"  # of heads of 16 lanes, in two layers
+GEMMA_4 = NORMS | WINDOWS | {"use_value_norm": True, "use_skip_scale": True, "attention_scale": 1.0}
+SHARED = {"num_layers": 4, "num_kv_shared_layers": 2, "per_layer_input_dim": 8}
+FREQUENCIES = tuple(tuple(np.geomspace(1, low, 8).tolist()) for low in (1e-3, 0.1, 1e-2, 0.3))
+BY_HEAD = {"rope_type": "custom", "rope_frequencies": (FREQUENCIES[:2], FREQUENCIES[2:])}
+# By name: (class, fields of the model).
+OWN_PAIRS = {name: (name, fields) for name, (_, fields, _) in OWN.items()} | {
+    "SmolLM3": ("SmolLM3", LLAMA | WINDOWS),
+    "Gemma4": ("Gemma4", GEMMA_4 | SHARED | {"rope_pairs": f"{PAIRS}; {PAIRS}"}),
+    "yarn, its logits": ("Llama", LLAMA | YARN_LOGITS),
+    "frequencies": ("Qwen3", LLAMA | QK_NORM | BY_HEAD | {"rope_pairs": ""}),
+    "layers": ("Mistral", LLAMA | ALL_SLIDING | {"rope_pairs": "0-2; 5"}),
+    "wavelengths": ("Gemma2", GEMMA_2 | LOCAL | {"rope_pairs": ""}),
+}
+
+
+@pytest.mark.parametrize("name", by_name(OWN_PAIRS, ("Llama", "Gemma3")))
+def test_custom_code_computes_the_same_logits(libraries, tmp_path, remote_code, name):
+    """In one pass, from a cache behind padding, and saved again; no class loads it without."""
+    transformers, torch = libraries
+    hf_class, fields = OWN_PAIRS[name]
+    sizes = {"head_dim": 16, "num_kv_heads": 2, "rope_pairs": PAIRS}
+    spec, params = make_run(tmp_path / "run", 1, **sizes | fields)
+    refused = refusal(lambda: exporter.export(tmp_path / "run", tmp_path / "hf"))
+    assert refused.endswith("; or export it with --custom_code")
+    out = exporter.export(tmp_path / "run", tmp_path / "hf", custom_code=True)
+    theirs = load(libraries, tmp_path / "hf", trust_remote_code=True)
+    names = [base.__name__ for base in type(theirs).__mro__[:2]]
+    assert names == [out["class"], f"{hf_class}ForCausalLM"] and out["class"][:5] == "Prope"
+
+    tokens = np.random.default_rng(1).integers(3, spec.model.vocab_size, (2, LENGTH))
+    expected = compute(torch, theirs, tokens)
+    assert expected.std() > 1
+    ours = compute_ours(spec.model, params, tokens)
+    bound = 5e-4 if name == "Gemma4" else 3e-5  # whose scores no class divides by the root of H
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=bound)
+
+    padded = torch.tensor(np.pad(tokens[:, :40], ((0, 0), (5, 0))))
+    options = {"attention_mask": (padded > 0).int(), "do_sample": False, "max_new_tokens": 8}
+    options |= {"output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
+    generated = theirs.generate(padded, pad_token_id=0, **options)
+    ours = compute_ours(spec.model, params, generated.sequences[:, 5:].numpy())
+    decoded = torch.stack(generated.logits, dim=1).numpy()
+    np.testing.assert_allclose(ours[:, 39:-1], decoded, rtol=0, atol=bound)
+
+    theirs.save_pretrained(tmp_path / "saved")
+    for folder in ("hf", "saved"):
+        again = load(libraries, tmp_path / folder, trust_remote_code=True)
+        np.testing.assert_array_equal(compute(torch, again, tokens), expected)
+        with pytest.raises(ValueError, match="trust_remote_code=True"):
+            load(libraries, tmp_path / folder, trust_remote_code=False)
+        with pytest.raises(KeyError, match="prope"):
+            getattr(transformers, f"{hf_class}ForCausalLM").from_pretrained(tmp_path / folder)
+
+
+def test_custom_code_in_bfloat16_trained_and_compiled(libraries, tmp_path, remote_code):
+    """Angles are not rounded, gradients are the loss's, and nothing in it breaks the graph."""
+    _, torch = libraries
+    make_run(tmp_path / "run", 1, num_kv_heads=2, rope_pairs="0-20 4-31; 9,11 -", **LLAMA)
+    exporter.export(tmp_path / "run", tmp_path / "hf", custom_code=True)
+    theirs = load(libraries, tmp_path / "hf", trust_remote_code=True)
+    tokens = torch.tensor(np.random.default_rng(1).integers(3, 300, (1, 64)))
+    far = {"position_ids": torch.arange(64)[None] + 100_000}
+    exact = theirs(tokens).logits
+    assert (theirs(tokens, **far).logits - exact).abs().max() < 1e-4
+    theirs(tokens, labels=tokens).loss.backward()
+    weight = theirs.model.layers[0].self_attn.k_proj.weight
+    gradient = weight.grad[3, 7].item()
+    losses = []
+    for step in (1e-2, -1e-2):
+        with torch.no_grad():
+            weight[3, 7] += step
+            losses.append(theirs(tokens, labels=tokens).loss.item())
+            weight[3, 7] -= step
+    assert (losses[0] - losses[1]) / 2e-2 == pytest.approx(gradient, rel=0.02)
+    compiled = torch.compile(theirs, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tokens).logits, exact, rtol=0, atol=1e-5)
+    rounded = theirs.to(torch.bfloat16)
+    difference = (rounded(tokens, **far).logits - exact).abs().mean()
+    assert rounded(tokens).logits.dtype == torch.bfloat16 and difference < 0.03
 
 
 # --- Every class, imported ----------------------------------------------------------------------
