@@ -20,7 +20,7 @@ from concurrent import futures
 
 import numpy as np
 
-from prope.data.batch import Batch
+from prope.data.batch import AnyWindows, Batch
 from prope.data.store.arrays import Store, find_store, retry_tokens
 from prope.data.store.build import check_split, open_store
 from prope.errors import UsageError, log, usage_error
@@ -30,25 +30,15 @@ from prope.spec.data import DataSpec
 _SCAN_TOKENS = 2**18  # tokens of the stream that are searched at a time
 
 
-class Windows:
-    """The windows of one split, train, validation or all, of the token store of a config.
-
-    `sources`, their `weights` in windows and their `shares` of the predicted tokens are lists
-    because a mixture has several.
-    """
+class Windows(AnyWindows):
+    """The windows of one split, train, validation or all, of the token store of a config."""
 
     def __init__(self, data: DataSpec, vocab_size: int, split: str):
+        super().__init__(data, split)
         self.store: Store = _open_on_all(data, vocab_size)
         check_split(self.store, data, split)
-        self.name = data.dataset
         if data.dataset == "files":
             self.name += f" {data.data_dir}"
-        self.split = split
-        self.sources = [self]
-        self.weights = [1.0]
-        self.shares = [1.0]
-        self.seq_len = data.seq_len  # T
-        self.position_range = data.position_range  # R; None: 0 .. T-1
         self._mask_documents = data.mask_documents
         self._bos_every_window = data.bos_every_window
         self._tokens = self.store.tokens(split)
