@@ -13,10 +13,8 @@ speaks of training positions only.)
 Axes: B batch, T seq_len.
 """
 
-import collections
 import itertools
 from collections.abc import Callable, Iterator
-from concurrent import futures
 
 import numpy as np
 
@@ -27,6 +25,7 @@ from prope.errors import UsageError, log, usage_error
 from prope.runtime import processes, watchdog
 from prope.spec.data import DataSpec
 
+_AHEAD = 4  # batches that are computed at a time, ahead of the one that is used
 _SCAN_TOKENS = 2**18  # tokens of the stream that are searched at a time
 
 
@@ -200,20 +199,12 @@ def shuffled_index(example: int, count: int, seed: int) -> int:
     return shuffle(index=place, max_index=count - 1, seed=key, rounds=4)
 
 
-def prefetch(
-    function: Callable[[int], Batch], start: int, stop: int, depth: int = 4
-) -> Iterator[Batch]:
-    """Yields function(start), .., function(stop - 1); threads compute up to `depth` ahead.
+def prefetch(function: Callable[[int], Batch], start: int, stop: int) -> Iterator[Batch]:
+    """Iterates over function(start), .., function(stop - 1); threads compute some ahead.
 
     Several at a time, because a batch from a bucket takes long to arrive and keeps no core busy.
     """
-    pool = futures.ThreadPoolExecutor(depth, "batches")
-    pending = collections.deque()
-    try:
-        for step in range(start, stop + depth):
-            if step < stop:
-                pending.append(pool.submit(function, step))
-            if step >= start + depth:
-                yield pending.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    import grain
+
+    options = grain.ReadOptions(num_threads=_AHEAD, prefetch_buffer_size=_AHEAD)
+    return iter(grain.MapDataset.range(start, stop).map(function).to_iter_dataset(options))
