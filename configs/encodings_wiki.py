@@ -18,8 +18,11 @@ Expected   configs/results/encodings_wiki.md: losses at 1x to 8x the length of t
 import pathlib
 import runpy
 
+import numpy as np
+
 from prope.config import shrink_for_laptop
-from prope.encodings import cutoff_frequencies, least_wavelength
+from prope.encodings import cutoff_frequencies
+from prope.rope import frequencies
 
 METHODS = (
     "rope",
@@ -63,6 +66,27 @@ def parse(argument, methods, sizes):
             f"a size ({', '.join(sizes)}) or both"
         )
     return method, size
+
+
+def least_wavelength(head_dim: int, length: int) -> float:
+    """Finds the least base, in steps of 0.1 %, for which sum_k cos(m f_k) >= 0 at all m < length.
+
+    Source: 2405.14591.
+    """
+    distances = np.arange(length)
+
+    def negative_distances(wavelength, distances):
+        angles = distances[:, None] * frequencies(head_dim, wavelength)
+        return distances[np.cos(angles).sum(axis=1) < 0]
+
+    wavelength = float(length)
+    negative = negative_distances(wavelength, distances)
+    while negative.size:
+        # Most steps fail at the distance where the one before did: it is tried alone first.
+        while negative_distances(wavelength, negative[-1:]).size:
+            wavelength *= 1.001
+        negative = negative_distances(wavelength, distances)
+    return wavelength
 
 
 def encoding(method, model, length):

@@ -92,7 +92,7 @@ def run(
 
             leave = processes.leave
             minutes = watchdog.MINUTES if restart_when_stuck else None
-            with watchdog.Watchdog(minutes), processes.joined():
+            with watchdog.watching(minutes), processes.joined():
                 result = main()
             if not processes.is_first():
                 result = None

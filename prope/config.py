@@ -7,7 +7,7 @@ their defaults, meanings and rules, are those of the dataclasses in `prope/spec`
 
 import pathlib
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
@@ -16,45 +16,34 @@ from prope.errors import UsageError, log, nearest, usage_error
 from prope.spec.data import EMBEDDED, is_generated
 from prope.spec.fields import value_type
 from prope.spec.kinds import SLIDING, repeat_pattern
-from prope.spec.model import ModelSpec
-from prope.spec.run import FIELDS, GROUPS, Spec, by_group, check_run
+from prope.spec.run import FIELDS, GROUPS, Spec, check_run, nest
 from prope.user_code import is_user_code, load_function
 
 # A Python file with an argument, the path of a config.json.
 _READER = f"{pathlib.Path(__file__).parent / 'workdir' / 'saved_config.py'}:"
 
 
-class Left(NamedTuple):
-    """A config field that this version no longer has."""
-
-    unused: Any  # its value in the configs of runs that did without it: these are still read
-    since: str
-    commit: str  # the last one that has it
-    remedy: str
-
-
-_CONVERT = ("2026-11-27", "dfe6f76")
-_TEST = ("2026-11-28", "4c75386")
-_AT_TEST = "to train with windows, give layer_types and sliding_window; prope.evaluate has --window"
+_CONVERT = "left on 2026-11-27; the last commit that has it is dfe6f76; --init_from with another "
+_TEST = (
+    "left on 2026-11-28; the last commit that has it is 4c75386; to train with windows, give "
+    "layer_types and sliding_window; prope.evaluate has --window"
+)
+# Fields that this version no longer has: the value in the configs of runs that did without one,
+# which are still read; and what to do instead.
 LEFT = {
-    "convert.schedule_steps": Left(
-        0, *_CONVERT, "--init_from with another encoding stops all pairs at once"
-    ),
-    "convert.distill_weight": Left(
-        0.0, *_CONVERT, "--init_from with another encoding trains on text alone"
-    ),
-    "model.test_window": Left(None, *_TEST, _AT_TEST),
-    "model.test_sinks": Left(0, *_TEST, _AT_TEST),
+    "convert.schedule_steps": (0, f"{_CONVERT}encoding stops all pairs at once"),
+    "convert.distill_weight": (0.0, f"{_CONVERT}encoding trains on text alone"),
+    "model.test_window": (None, _TEST),
+    "model.test_sinks": (0, _TEST),
 }
 
 
 def describe_left(name: str) -> str | None:
     """Says since when there is no field, or group of fields, of this name; None: never was one."""
-    for field, left in LEFT.items():
+    for field, (_, description) in LEFT.items():
         group, _, key = field.partition(".")
         if name in (field, key) or (name == group and group not in GROUPS):
-            since = f"left on {left.since}; the last commit that has it is {left.commit}"
-            return f"{since}; {left.remedy}"
+            return description
     return None
 
 
@@ -69,8 +58,7 @@ def default_config() -> ConfigDict:
         name: placeholder(value_type(field)) if field.default is None else field.default
         for name, field in FIELDS.items()
     }
-    groups = by_group(defaults)
-    return ConfigDict(groups.pop("") | groups).lock()
+    return ConfigDict(nest(defaults)).lock()
 
 
 def resolve(config: ConfigDict) -> Spec:
@@ -151,13 +139,13 @@ def _call_for_layers(fields: dict[str, Any]) -> tuple:
 def _make_spec(fields: dict[str, Any], check_place: Callable[[str, str], Any]) -> Spec:
     fields = {name: _to_tuple(value) for name, value in fields.items()}
     check_run(fields)
-    groups = by_group(fields)
-    model = groups.pop("model")
-    run = groups.pop("")
-    parts = {name: GROUPS[name](**values) for name, values in groups.items()}
-    for name, place in parts["data"].places().items():
-        check_place(f"config.{name}", place)
-    return Spec(**run, **parts, model=ModelSpec(**model))  # the last one, for it imports JAX
+    parts = nest(fields)
+    for group in reversed(GROUPS):  # the model is the last one, for it imports JAX
+        parts[group] = GROUPS[group](**parts[group])
+        if group == "data":
+            for name, place in parts[group].places().items():
+                check_place(f"config.{name}", place)
+    return Spec(**parts)
 
 
 def _to_tuple(value: Any) -> Any:
@@ -172,13 +160,8 @@ def to_config(spec: Spec) -> ConfigDict:
 
 def set_layer_percentages(config: ConfigDict, percentages: Iterable[float]) -> None:
     """Sets rope_percentage to one value per layer, although the field's type is one number."""
-    try:
-        values = tuple(map(float, percentages))
-    except (TypeError, ValueError):
-        problem = "must be fractions in [0, 1]"
-        raise usage_error("config.model.rope_percentage", percentages, problem) from None
     with config.model.ignore_type():
-        config.model.rope_percentage = values
+        config.model.rope_percentage = tuple(map(float, percentages))
 
 
 # The sizes and lengths of a config's tiny form, but for the number of heads.
@@ -280,8 +263,9 @@ def from_dict(values: dict) -> ConfigDict:
         saved = flat(ConfigDict(values))
         for name in saved.keys() & LEFT.keys():
             value = saved.pop(name)
-            if value != LEFT[name].unused:
-                raise usage_error(f"config.{name}", value, describe_left(name))
+            unused, description = LEFT[name]
+            if value != unused:
+                raise usage_error(f"config.{name}", value, description)
         unknown = [name for name in saved if name not in FIELDS]
         if unknown:
             hint = nearest(unknown[0], FIELDS)

@@ -106,27 +106,6 @@ def custom_frequencies(head_dim: int, numbers: ArrayLike) -> np.ndarray:
     return freqs
 
 
-def least_wavelength(head_dim: int, length: int) -> float:
-    """Finds the least base, in steps of 0.1 %, for which sum_k cos(m f_k) >= 0 at all m < length.
-
-    Source: 2405.14591.
-    """
-    distances = np.arange(length)
-
-    def negative_distances(wavelength, distances):
-        angles = distances[:, None] * frequencies(head_dim, wavelength)
-        return distances[np.cos(angles).sum(axis=1) < 0]
-
-    wavelength = float(length)
-    negative = negative_distances(wavelength, distances)
-    while negative.size:
-        # Most steps fail at the distance where the one before did: it is tried alone first.
-        while negative_distances(wavelength, negative[-1:]).size:
-            wavelength *= 1.001
-        negative = negative_distances(wavelength, distances)
-    return wavelength
-
-
 def ntk_wavelength(head_dim: int, max_wavelength: float, factor: float) -> float:
     """Returns the base that slows the slowest pair by `factor` and the fastest not at all.
 

@@ -35,16 +35,14 @@ def define_flags() -> None:
     flags.DEFINE_enum("start", "document", ["document", "none"], start)
     flags.DEFINE_boolean("chat", False, "prompts are messages of a chat, not text to continue")
     options.define_dtype()
-    flags.DEFINE_integer(
-        "length", 200, "largest number of tokens per prompt; a row ends earlier at <eos>"
-    )
-    flags.DEFINE_float("temperature", 0.8, "0 takes the likeliest token, 1 samples from the model")
-    flags.DEFINE_integer(
-        "top_k", None, "sample from this many likeliest tokens; from all by default"
-    )
-    flags.DEFINE_float(
-        "top_p", 1.0, "of these, from the fewest likeliest ones that have this probability"
-    )
+    length = "largest number of tokens per prompt; a row ends earlier at <eos>"
+    flags.DEFINE_integer("length", 200, length, lower_bound=1)
+    temperature = "0 takes the likeliest token, 1 samples from the model"
+    flags.DEFINE_float("temperature", 0.8, temperature, lower_bound=0.0, upper_bound=1e6)
+    top_k = "sample from this many likeliest tokens; from all by default"
+    flags.DEFINE_integer("top_k", None, top_k, lower_bound=1)
+    top_p = "of these, from the fewest likeliest ones that have this probability"
+    flags.DEFINE_float("top_p", 1.0, top_p, lower_bound=1e-9, upper_bound=1.0)
     flags.DEFINE_integer("seed", 0, "of the random numbers", lower_bound=0, upper_bound=2**32 - 1)
     flags.mark_flags_as_required(["workdir"])
 

@@ -220,12 +220,6 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(_MESH_AXES["B"]))
 
 
-def batch_shape(mesh: Mesh, batch_size: int, seq_len: int) -> tuple[int, int]:
-    """Returns the shape of a batch on the mesh: (rows, tokens of a row)."""
-    C = mesh.shape["context"]
-    return batch_size * C, seq_len // C
-
-
 def _local_rows(mesh: Mesh, batch_size: int) -> list[tuple[int, int]]:
     """Lists (sequence, context rank) of a batch's rows on this process's devices, in order.
 

@@ -52,6 +52,7 @@ from prope.errors import UsageError, log, warn_if_unwritten
 from prope.inference.losses import LossEvaluation
 from prope.inference.paired import sums_folder
 from prope.optimizer import check_extension, decay_begin, warmup_steps
+from prope.runtime import watchdog
 from prope.runtime.environment import check_environment
 from prope.runtime.files import append_jsonl, as_path
 from prope.runtime.interrupts import Interrupts
@@ -68,7 +69,6 @@ from prope.runtime.processes import (
 from prope.runtime.profiler import Profiler
 from prope.runtime.progress import compiling
 from prope.runtime.startup import Startup
-from prope.runtime.watchdog import Watchdog
 from prope.spec.run import Spec
 from prope.step import Prepared, compile_step, init_state, prepare, resolve_attention
 from prope.workdir.checkpoints import Checkpoints, newest_undamaged
@@ -106,7 +106,7 @@ def train(
     # What is opened is closed in the opposite order; then a process waits for the others.
     with contextlib.ExitStack() as opened:
         interrupts = opened.enter_context(Interrupts(spec.checkpoint.every_minutes))
-        watchdog = opened.enter_context(Watchdog(spec.watchdog_minutes))
+        opened.enter_context(watchdog.watching(spec.watchdog_minutes))
         opened.enter_context(joined())
 
         # The directory, the data, the devices. Invalid input of one process ends all.

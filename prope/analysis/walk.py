@@ -171,7 +171,11 @@ class Walk:
         is_layer = layer is not None
         tree = params if is_layer else parameters.nest({"/".join(path): params})
         shardings = sharding.state_shardings(tree, self._mesh)
-        placed = jax.tree.map(_shard, tree, shardings)
+
+        def shard(x, sharding):
+            return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+
+        placed = jax.tree.map(shard, tree, shardings)
         return placed if is_layer else functools.reduce(operator.getitem, path, placed)
 
     def _global(self, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -187,10 +191,6 @@ def _losses(spec, norm, table, x, targets):
     """Computes the loss of every token, whole in all processes: [B, T]."""
     losses = token_losses(model.final_norm(spec, norm, x), table, targets, spec.final_softcap)
     return sharding.constrain(losses, "TT")
-
-
-def _shard(x: np.ndarray, named_sharding: jax.sharding.Sharding) -> jax.Array:
-    return jax.make_array_from_callback(x.shape, named_sharding, x.__getitem__)
 
 
 def _local_rows(x: jax.Array) -> np.ndarray:

@@ -10,7 +10,7 @@ import itertools
 
 import numpy as np
 
-from prope.data.batch import Batch, padding
+from prope.data.batch import AnyWindows, Batch, padding
 from prope.data.store.arrays import Store, integer_shares, mixture_fingerprint
 from prope.data.tasks.windows import GeneratedWindows
 from prope.data.windows import Windows
@@ -47,7 +47,9 @@ def open_text(data: DataSpec, vocab_size: int, split: str | None, run_data: Data
             problem = f"{data.dataset} is generated, without end: only validation is finite"
             raise usage_error("--split", split, problem)
         return open_windows(data, vocab_size, "validation")
-    if split is None and not _is_text_of_run(data, run_data, state):
+    texts = [run_data, *(source for _, source in run_data.weighted_sources())]
+    is_of_run = "imported_from" not in state and _place(data) in map(_place, texts)
+    if split is None and not is_of_run:
         windows = open_windows(data, vocab_size, "all")
         if windows.store.fingerprint != state.get("fingerprint"):
             return windows
@@ -67,21 +69,13 @@ def _warn_if_changed(name: str, fingerprint: str, trained_on: str) -> None:
         log.warning(message, name, fingerprint, trained_on)
 
 
-def _is_text_of_run(data: DataSpec, run_data: DataSpec, state: dict) -> bool:
-    """Returns whether a run's config.data names this dataset."""
-    if "imported_from" in state:
-        return False
-    texts = [run_data, *(source for _, source in run_data.weighted_sources())]
-    return _place(data) in map(_place, texts)
-
-
 def _place(data: DataSpec) -> tuple[str, str]:
     """Returns the dataset, and its folder in the one way in which it can be written."""
     folder = data.data_dir and str(absolute(as_path("config.data.data_dir", data.data_dir)))
     return data.dataset, folder
 
 
-class Mixture:
+class Mixture(AnyWindows):
     """Has the interface of `Windows`; its windows are those of one source after the other.
 
     Weights count windows, so tokens: a source of weight 0.4 has 40 % of the windows of training.
@@ -90,11 +84,8 @@ class Mixture:
     """
 
     def __init__(self, data: DataSpec, vocab_size: int, split: str):
+        super().__init__(data, split)
         self.weights, sources = zip(*data.weighted_sources(), strict=True)
-        self.name = data.dataset
-        self.split = split
-        self.seq_len = data.seq_len
-        self.position_range = data.position_range
         self.sources = [open_windows(source, vocab_size, split) for source in sources]
         self._examples_per_cycle = integer_shares(self.weights)
         self._order, self._ranks = interleave_sources(self._examples_per_cycle)

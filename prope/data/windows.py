@@ -13,42 +13,31 @@ speaks of training positions only.)
 Axes: B batch, T seq_len.
 """
 
-import collections
 import itertools
 from collections.abc import Callable, Iterator
-from concurrent import futures
 
 import numpy as np
 
-from prope.data.batch import Batch
+from prope.data.batch import AnyWindows, Batch
 from prope.data.store.arrays import Store, find_store, retry_tokens
 from prope.data.store.build import check_split, open_store
 from prope.errors import UsageError, log, usage_error
 from prope.runtime import processes, watchdog
 from prope.spec.data import DataSpec
 
+_AHEAD = 4  # batches that are computed at a time, ahead of the one that is used
 _SCAN_TOKENS = 2**18  # tokens of the stream that are searched at a time
 
 
-class Windows:
-    """The windows of one split, train, validation or all, of the token store of a config.
-
-    `sources`, their `weights` in windows and their `shares` of the predicted tokens are lists
-    because a mixture has several.
-    """
+class Windows(AnyWindows):
+    """The windows of one split, train, validation or all, of the token store of a config."""
 
     def __init__(self, data: DataSpec, vocab_size: int, split: str):
+        super().__init__(data, split)
         self.store: Store = _open_on_all(data, vocab_size)
         check_split(self.store, data, split)
-        self.name = data.dataset
         if data.dataset == "files":
             self.name += f" {data.data_dir}"
-        self.split = split
-        self.sources = [self]
-        self.weights = [1.0]
-        self.shares = [1.0]
-        self.seq_len = data.seq_len  # T
-        self.position_range = data.position_range  # R; None: 0 .. T-1
         self._mask_documents = data.mask_documents
         self._bos_every_window = data.bos_every_window
         self._tokens = self.store.tokens(split)
@@ -210,20 +199,12 @@ def shuffled_index(example: int, count: int, seed: int) -> int:
     return shuffle(index=place, max_index=count - 1, seed=key, rounds=4)
 
 
-def prefetch(
-    function: Callable[[int], Batch], start: int, stop: int, depth: int = 4
-) -> Iterator[Batch]:
-    """Yields function(start), .., function(stop - 1); threads compute up to `depth` ahead.
+def prefetch(function: Callable[[int], Batch], start: int, stop: int) -> Iterator[Batch]:
+    """Iterates over function(start), .., function(stop - 1); threads compute some ahead.
 
     Several at a time, because a batch from a bucket takes long to arrive and keeps no core busy.
     """
-    pool = futures.ThreadPoolExecutor(depth, "batches")
-    pending = collections.deque()
-    try:
-        for step in range(start, stop + depth):
-            if step < stop:
-                pending.append(pool.submit(function, step))
-            if step >= start + depth:
-                yield pending.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    import grain
+
+    options = grain.ReadOptions(num_threads=_AHEAD, prefetch_buffer_size=_AHEAD)
+    return iter(grain.MapDataset.range(start, stop).map(function).to_iter_dataset(options))

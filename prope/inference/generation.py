@@ -10,7 +10,6 @@ Axes: B rows, T prompt length, V vocab.
 
 import dataclasses
 import functools
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -48,9 +47,7 @@ class Sampling:
 
     A token is drawn from softmax(logits / temperature), restricted to the `top_k` likeliest tokens
     and then to the smallest set of likeliest tokens whose probability is at least `top_p` (nucleus
-    sampling, Holtzman et al., 2020).
-
-    Raises UsageError where a value is out of its range.
+    sampling, Holtzman et al., 2020). The flags of prope.sample have the ranges of the values.
     """
 
     length: int  # tokens to generate
@@ -61,18 +58,6 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()  # more ids that do
     pad: int = GEMMA_IDS.pad
     vocab_size: int | None = None  # ids from here on, which the tokenizer lacks, are not sampled
-
-    def __post_init__(self):
-        if self.length < 1:
-            raise usage_error("--length", self.length, "must be at least 1 token")
-        if not 0 <= self.temperature < math.inf:
-            raise usage_error(
-                "--temperature", self.temperature, "must be 0 or a finite number above"
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise usage_error("--top_k", self.top_k, "must be at least 1; without it all are kept")
-        if not 0 < self.top_p <= 1:
-            raise usage_error("--top_p", self.top_p, "must be in (0, 1], where 1 keeps all tokens")
 
 
 @jax.jit(static_argnums=(0, 1))

@@ -72,12 +72,10 @@ def choose_encodings(run: Run, options: Options) -> list[str | None]:
     """Returns the encoding of the flags, or the interventions that change what the run computes."""
     if options.intervene is None:
         return [options.encoding]
-    spec = run.spec
-    if options.pairs is not None:
-        spec = dataclasses.replace(spec, model=keep_pairs(spec.model, options.pairs))
+    model = choose_model(run.spec, options)
     encodings = []
-    for encoding in parse_interventions(options.intervene, spec.model):
-        if changes_rotation(spec, encoding):
+    for encoding in parse_interventions(options.intervene, model):
+        if changes_rotation(model, encoding, run.spec.data.seq_len):
             encodings.append(encoding)
         else:
             log.info("%s: %s left out, for these pairs do not rotate", run.workdir, encoding)
@@ -153,8 +151,12 @@ def rescale(model: ModelSpec, encoding: str, length: int, factor: float = 1.0) -
     return dataclasses.replace(model, **fields)
 
 
-def keep_pairs(model: ModelSpec, pairs: str) -> ModelSpec:
-    """Returns the model of which some pairs alone rotate: --pairs, a file or rope_pairs."""
+def choose_model(spec: Spec, options: Options) -> ModelSpec:
+    """Returns a run's model for this machine, in --dtype, of which --pairs alone rotate."""
+    model = for_this_machine(spec.model, options.dtype)
+    pairs = options.pairs
+    if pairs is None:
+        return model
     if model.rope_pairs:
         problem = f"the run has config.model.rope_pairs={model.rope_pairs[:40]} of its own"
         raise usage_error("--pairs", pairs, problem, "leave it out")
@@ -183,12 +185,12 @@ def cannot_change(model: ModelSpec, encoding: str | None) -> str:
     return ""
 
 
-def changes_rotation(spec: Spec, encoding: str) -> bool:
+def changes_rotation(model: ModelSpec, encoding: str, length: int) -> bool:
     """Returns whether an intervention changes anything: a pair that stands cannot be stopped."""
     if encoding.startswith("remove"):
         return True
-    changed = rescale(spec.model, encoding, spec.data.seq_len, factor=2.0)
-    both = zip(changed.layers, spec.model.layers, strict=True)
+    changed = rescale(model, encoding, length, factor=2.0)
+    both = zip(changed.layers, model.layers, strict=True)
     return any((after.frequencies != before.frequencies).any() for after, before in both)
 
 
@@ -210,9 +212,7 @@ def specs_by_length(spec: Spec, options: Options, encoding: str | None) -> dict[
     """Returns the spec of a run for each length, with the encoding rescaled to it."""
     trained = spec.data.seq_len
     length = spec.data.position_range or trained
-    plain = for_this_machine(spec.model, options.dtype)
-    if options.pairs is not None:
-        plain = keep_pairs(plain, options.pairs)
+    plain = choose_model(spec, options)
     if encoding:
         original = rescale(plain, encoding, length).original_seq_len or trained
         if plain.rope_scaling_type != "none":  # from the original length to that of training

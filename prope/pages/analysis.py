@@ -57,14 +57,12 @@ def write(folder: epath.Path, analysis: dict) -> epath.Path:
         lead=lead(analysis),
         a=analysis,
         kinds=KINDS,
-        heads=by_strength(analysis["heads"]),
+        # Those of a kind first, by their greatest weight on one place.
+        heads=sorted(
+            analysis["heads"], key=lambda head: (not head["kind"], -max(map(head.get, SCORES)))
+        ),
         drawn=drawn,
     )
-
-
-def by_strength(records: list[dict]) -> list[dict]:
-    """Sorts heads: those of a kind first, by their greatest weight on one place."""
-    return sorted(records, key=lambda head: (not head["kind"], -max(map(head.get, SCORES))))
 
 
 def drawn_heads(analysis: dict) -> set[tuple[int, int]]:

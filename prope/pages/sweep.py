@@ -142,12 +142,8 @@ def _report(
 
 def _describe_length(row: context.Row) -> dict:
     """Returns a row of losses by length as a record."""
-    record = row._asdict()
-    best = record.pop("best")
-    if best:
-        record |= {"window": best.window, "sinks": best.sinks, "window_loss": best.loss}
-        record |= describe(best.gain, "gain")
-    return record
+    record = row._asdict() | describe(row.gain, "gain")
+    return record if row.window else {name: record[name] for name in ("group", "seq_len", "loss")}
 
 
 def describe(difference: Difference | None, name: str) -> dict:

@@ -120,18 +120,20 @@ def absolute(path: epath.PathLike) -> epath.Path:
 
 def local_cache() -> pathlib.Path:
     """Returns the folder for what prope keeps between runs on this machine."""
-    return _local_folder("PROPE_CACHE", os.environ.get("PROPE_CACHE")) or user_cache() / "prope"
+    return _local_folder("PROPE_CACHE") or user_cache() / "prope"
 
 
 def user_cache() -> pathlib.Path:
     """Returns the user's cache folder; raises UsageError where there is no home folder."""
-    folder = _local_folder("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME"))
-    if folder is None and os.path.expanduser("~") == "~":
+    home = os.path.expanduser("~")
+    folder = _local_folder("XDG_CACHE_HOME")
+    if folder is None and home == "~":
         raise UsageError("HOME: there is no home folder; set HOME or XDG_CACHE_HOME")
-    return folder or _local_folder("HOME", "~/.cache")
+    return folder or pathlib.Path(home, ".cache")
 
 
-def _local_folder(variable: str, place: str | None) -> pathlib.Path | None:
+def _local_folder(variable: str) -> pathlib.Path | None:
+    place = os.environ.get(variable)
     if not place:
         return None
     path = as_path(variable, place)

@@ -18,59 +18,45 @@ _ADVICE = (
 )
 
 
-_open: list["Watchdog"] = []  # those of this process, which code far from them reports to
+_progress = ""
+_alive_at = 0.0  # when that was reported; infinite in a pause
 
 
 def alive(progress: str) -> None:
-    """Reports progress to this process's watchdogs, if any."""
-    for watchdog in _open:
-        watchdog.alive(progress)
+    """Restarts the timer; the error of a hang names the last progress."""
+    global _progress, _alive_at
+    _progress = progress
+    _alive_at = time.monotonic()
 
 
 @contextlib.contextmanager
 def paused():
-    """Stops the timers of this process's watchdogs within the context."""
-    with contextlib.ExitStack() as stack:
-        for watchdog in _open:
-            stack.enter_context(watchdog.paused())
+    """Stops the timer within the context."""
+    global _alive_at
+    _alive_at = math.inf
+    yield
+    alive("a pause")
+
+
+@contextlib.contextmanager
+def watching(minutes: float | None):
+    """Ends the process where `minutes` pass without `alive` in the context; None: never."""
+    alive("the start")
+    ended = threading.Event()
+    if minutes:
+        watch = threading.Thread(target=_watch, args=[minutes, ended], daemon=True)
+        watch.start()
+    try:
         yield
+    finally:
+        ended.set()
 
 
-class Watchdog(contextlib.AbstractContextManager):
-    """Ends the process after `minutes` without a call of `alive`; None: never."""
-
-    def __init__(self, minutes: float | None):
-        self._seconds = 60 * minutes if minutes else None
-        self._closed = threading.Event()
-        self.alive("the start")
-
-    def __enter__(self):
-        _open.append(self)
-        if self._seconds is not None:
-            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-        return self
-
-    def __exit__(self, *error):
-        _open.remove(self)
-        self._closed.set()
-
-    def alive(self, progress: str) -> None:
-        """Restarts the timer; an error names the last progress."""
-        self._progress = progress
-        self._alive_at = time.monotonic()
-
-    @contextlib.contextmanager
-    def paused(self):
-        """Stops the timer within the context."""
-        self._alive_at = math.inf
-        yield
-        self.alive("a pause")
-
-    def _watch(self) -> None:
-        while not self._closed.wait(min(1.0, self._seconds / 4)):
-            if time.monotonic() - self._alive_at > self._seconds:
-                faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-                minutes = f"{self._seconds / 60:g}"
-                hang = f"nothing has happened for {minutes} minutes after {self._progress}"
-                print(f"stopped: {hang}; {_ADVICE}", file=sys.stderr, flush=True)
-                os._exit(LOST)
+def _watch(minutes: float, ended: threading.Event) -> None:
+    seconds = 60 * minutes
+    while not ended.wait(min(1.0, seconds / 4)):
+        if time.monotonic() - _alive_at > seconds:
+            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+            hang = f"nothing has happened for {minutes:g} minutes after {_progress}"
+            print(f"stopped: {hang}; {_ADVICE}", file=sys.stderr, flush=True)
+            os._exit(LOST)

@@ -30,9 +30,9 @@ GENERATED = {
     ),
 }
 # Fields that each source of a mixture has for itself.
-_SOURCE_FIELDS = ("dataset", "data_dir", "pattern", "text_feature", "template", "separator")
-_SOURCE_FIELDS += ("loss_on", "store")
-_MIXTURE_FIELDS = ("weight", *_SOURCE_FIELDS)
+_SOURCE_FIELDS = ("weight", "dataset", "data_dir", "pattern", "text_feature", "template")
+_SOURCE_FIELDS += ("separator", "loss_on", "store")
+_OWN = {"mixture": (), "data_dir": "", "store": ""}  # not those of the mixture
 
 _IDS = rule(lambda ids: all(type(i) is int and i >= 0 for i in ids), "must be ids, such as (106,)")
 
@@ -127,9 +127,8 @@ class DataSpec:
         if is_mixture != bool(self.mixture):
             problem = "must have sources if, and only if, data.dataset=mixture"
             raise usage_error("config.data.mixture", self.mixture, problem)
-        source = {name: getattr(self, name) for name in _SOURCE_FIELDS}
         if not is_mixture:
-            _check_source(source, "data.")
+            _check_source(vars(self), "data.")
             return
         if self.store:
             problem = "goes into each source of data.mixture; remove it"
@@ -137,8 +136,7 @@ class DataSpec:
         for number, entry in enumerate(self.mixture):
             name = f"data.mixture[{number}]"
             _check_entry(f"config.{name}", entry, self.tokenizer)
-            places = {"data_dir": "", "store": ""}  # each source has one of its own
-            _check_source(source | places | dict(entry), f"{name}.")
+            _check_source(vars(self) | _OWN | entry, f"{name}.")
 
     def weighted_sources(self) -> list[tuple[float, "DataSpec"]]:
         """Lists the sources, each with its weight; weights sum to 1. Alone, data is its source."""
@@ -147,7 +145,7 @@ class DataSpec:
         total = sum(entry["weight"] for entry in self.mixture)
         sources = []
         for entry in self.mixture:
-            fields = {"mixture": (), "data_dir": "", "store": ""} | entry
+            fields = _OWN | entry
             weight = fields.pop("weight") / total
             sources.append((weight, dataclasses.replace(self, **fields)))
         return sources
@@ -185,9 +183,9 @@ def _check_entry(name: str, entry: dict, tokenizer: str) -> None:
     if not isinstance(entry, dict):
         raise usage_error(name, entry, "must be a dict, as config.data.mixture has them")
     for field, value in entry.items():
-        if field not in _MIXTURE_FIELDS:
-            hint = nearest(field, _MIXTURE_FIELDS)
-            raise UsageError(f"{name}: has no field {field}{hint}; it takes {_MIXTURE_FIELDS}")
+        if field not in _SOURCE_FIELDS:
+            hint = nearest(field, _SOURCE_FIELDS)
+            raise UsageError(f"{name}: has no field {field}{hint}; it takes {_SOURCE_FIELDS}")
         if field != "weight" and not isinstance(value, str):
             raise usage_error(f"{name}.{field}", value, "must be text")
     weight = entry.get("weight")

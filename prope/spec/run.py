@@ -178,8 +178,7 @@ class Spec:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields of the config, nested as config.json has them."""
-        groups = by_group(self.flat())
-        return groups.pop("") | groups
+        return nest(self.flat())
 
     def flat(self) -> dict[str, Any]:
         """Returns the fields of the config by dotted name, {"model.num_layers": 4, ..}."""
@@ -187,10 +186,9 @@ class Spec:
 
     def replace(self, fields: dict[str, Any]) -> "Spec":
         """Returns the spec with other values of fields, by dotted name; it is checked again."""
-        groups = by_group(fields)
-        changed = groups.pop("", {})
-        for group, values in groups.items():
-            changed[group] = dataclasses.replace(getattr(self, group), **values)
+        changed = nest(fields)
+        for group in changed.keys() & GROUPS:
+            changed[group] = dataclasses.replace(getattr(self, group), **changed[group])
         return dataclasses.replace(self, **changed)
 
 
@@ -204,13 +202,14 @@ GROUPS = {
 }
 
 
-def by_group(fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns fields by dotted name as those of each group, "" for the run itself."""
-    groups = {}
+def nest(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns fields by dotted name as config.json has them: those of a group in a dict."""
+    nested = {}
     for name, value in fields.items():
         group, _, key = name.rpartition(".")
-        groups.setdefault(group, {})[key] = value
-    return groups
+        parent = nested.setdefault(group, {}) if group else nested
+        parent[key] = value
+    return nested
 
 
 # Every field of a config, by dotted name.

@@ -16,23 +16,20 @@ from prope.workdir.records import find_evaluations
 PASSED = 0.85  # least share of right answers up to the effective length
 
 
-class Cut(NamedTuple):
-    """A group's loss with a window in the layers that have none, in nats per token."""
-
-    loss: float
-    whole_loss: float  # of the same tokens, without it
-    window: int
-    sinks: int
-    gain: Difference  # `loss` minus `whole_loss`, over seeds; over documents for a single run
-
-
 class Row(NamedTuple):
-    """A group's mean loss at a length, and the cut that leaves the least gain."""
+    """A group's mean loss at a length, and with the window that leaves the least gain.
+
+    The window is of the layers that have none. Losses are in nats per token.
+    """
 
     group: str
     seq_len: int
     loss: float
-    best: Cut | None  # None without records of a window
+    window: int | None = None  # None without records of a window
+    sinks: int | None = None
+    window_loss: float | None = None  # of the same tokens
+    # `window_loss` minus `loss`, over seeds; over documents for a single run
+    gain: Difference | None = None
 
 
 def rows(runs: list[Run]) -> list[Row]:
@@ -44,17 +41,16 @@ def rows(runs: list[Run]) -> list[Row]:
         cut = {record["seq_len"] for record in group[0].evaluations if record.get("window")}
         for T in sorted(compared | cut):
             # By the gain, whose two losses are of the same tokens.
-            best = min(_cuts(group, T), key=lambda cut: cut.gain.difference, default=None)
+            best = min(_cuts(name, group, T), key=lambda row: row.gain.difference, default=None)
             if best:
-                made.append(Row(name, T, best.whole_loss, best))
+                made.append(best)
             elif T in compared:
-                loss = statistics.fmean(curve[T] for curve in curves)
-                made.append(Row(name, T, loss, None))
+                made.append(Row(name, T, statistics.fmean(curve[T] for curve in curves)))
     return made
 
 
-def _cuts(group: list[Run], T: int) -> Iterator[Cut]:
-    """Yields the cuts that all runs of a group have records of, at a length."""
+def _cuts(name: str, group: list[Run], T: int) -> Iterator[Row]:
+    """Yields a row for every window that all runs of a group have records of, at a length."""
     cuts = {
         (record["window"], record["sinks"])
         for run in group
@@ -69,7 +65,7 @@ def _cuts(group: list[Run], T: int) -> Iterator[Cut]:
         gain, _ = average([(run, run, *records) for run, records in zip(group, found, strict=True)])
         loss = statistics.fmean(record["loss"] for record, _ in found)
         whole_loss = statistics.fmean(record["loss"] for _, record in found)
-        yield Cut(loss, whole_loss, window, sinks, gain)
+        yield Row(name, T, whole_loss, window, sinks, loss, gain)
 
 
 # --- Tasks ----------------------------------------------------------------------------------------

@@ -136,21 +136,23 @@ def split_machine(jobs: int) -> list[Share]:
 
 
 class ChildProcesses:
-    """Runs child processes and forwards SIGTERM and SIGINT to them."""
+    """Runs child processes and forwards SIGTERM and SIGINT to them.
 
-    def __init__(self):
+    They hold the lock, if there is one, too, so that nothing else starts while one outlives this
+    process.
+    """
+
+    def __init__(self, lock: int | None = None):
+        self._held = [] if lock is None else [lock]
         self._children: set[subprocess.Popen] = set()
         self._lock = threading.RLock()  # a signal may come while this thread holds it
         self.stop_signal: int | None = None  # that this process has received
         signal.signal(signal.SIGTERM, self._forward)
         signal.signal(signal.SIGINT, self._forward)
 
-    def run(
-        self, command: list[str], lock: int | None, share: Share, prefix: str = ""
-    ) -> tuple[int, str]:
+    def run(self, command: list[str], share: Share, prefix: str = "") -> tuple[int, str]:
         """Runs a command with its output on stderr; returns its exit code and its last error.
 
-        The child holds the lock, too, so that nothing else starts while it outlives this process.
         Every line of its output gets the prefix.
         """
         with self._lock:
@@ -160,7 +162,7 @@ class ChildProcesses:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                pass_fds=[] if lock is None else [lock],
+                pass_fds=self._held,
                 env=os.environ | ({"CUDA_VISIBLE_DEVICES": share.gpus} if share.gpus else {}),
             )
             self._children.add(child)
@@ -284,7 +286,7 @@ class Sweep:
             return "submitted"
         return run.state
 
-    def execute(self, processes: ChildProcesses, lock: int) -> None:
+    def execute(self, processes: ChildProcesses) -> None:
         """Carries out every run that is neither finished nor with a launcher.
 
         Raises:
@@ -307,7 +309,7 @@ class Sweep:
                     self._log_submitted(run.name)
                 elif state != "finished":
                     log.info("run %d of %d, %s: starts", number, len(self.runs), run.name)
-                    self._carry_out(run, processes, lock, share)
+                    self._carry_out(run, processes, share)
                 ended.append(run)
                 if state not in ("submitted", "finished"):
                     check_equal(list(map(self.read, list(ended))))
@@ -333,17 +335,17 @@ class Sweep:
             record,
         )
 
-    def _carry_out(self, run: Planned, processes: ChildProcesses, lock: int, share: Share) -> None:
+    def _carry_out(self, run: Planned, processes: ChildProcesses, share: Share) -> None:
         """Starts a run, and starts it again where it lost another process or was killed."""
         for start in range(MAX_RETRIES + 1):
             if start:
                 log.info("%s: starts again", run.name)
-            code = self._start(run, processes, lock, share)
+            code = self._start(run, processes, share)
             was_killed = code < 0 and not self.launcher
             if not (code == LOST or was_killed) or self.read(run).state == "finished":
                 return
 
-    def _start(self, run: Planned, processes: ChildProcesses, lock: int, share: Share) -> int:
+    def _start(self, run: Planned, processes: ChildProcesses, share: Share) -> int:
         """Starts a run, or hands it to the launcher, and waits; returns the exit code."""
         record = self.launch_record(run.name)
         if self.launcher:
@@ -352,12 +354,8 @@ class Sweep:
         else:
             self.failed[run.name] = "was started, and has not ended"
             self.write()
-        code, error = processes.run(
-            self.command(run),
-            None if self.launcher else lock,
-            share,
-            f"{run.name}: " if len(self.shares) > 1 else "",
-        )
+        prefix = f"{run.name}: " if len(self.shares) > 1 else ""
+        code, error = processes.run(self.command(run), share, prefix)
         if self.launcher and code > 0 and not processes.stop_signal:
             record.unlink()
         if processes.stop_signal or code in (PREEMPTED, INTERRUPTED, -signal.SIGINT):
@@ -442,7 +440,7 @@ def run_sweep(
         states = {run.name: sweep.state(run) for run in sweep.read_all()}
         sweep.failed = {name: reasons[name] for name in reasons if states[name] not in done}
         sweep.write()
-        sweep.execute(ChildProcesses(), lock)
+        sweep.execute(ChildProcesses(None if sweep.launcher else lock))
     result = sweep.result()
     log.info("%s", table_text(result["table"]))
     if not have_same_seeds(result["table"]):

@@ -121,9 +121,15 @@ class Run:
 Pair = tuple[Run, Run, dict, dict]  # two runs of a seed and their records on the same windows
 
 
-def read_run(workdir: epath.Path, values: dict, spec: Spec) -> Run:
-    """Reads the run of `spec` in `workdir`, if it is there; another run there is a UsageError."""
+def read_run(workdir: epath.Path, values: dict, planned: Spec | None = None) -> Run | None:
+    """Reads the run in `workdir`; of a planned one, also before it starts. None: there is none.
+
+    Raises UsageError where another run is there than the planned one.
+    """
     saved = run_dir.read_config(workdir)
+    spec = planned or saved
+    if spec is None:
+        return None
     evaluations = read_jsonl(workdir / "eval.jsonl")
     step = 0
     init_hash = None
@@ -195,11 +201,8 @@ def _documents_and_length(evaluation: dict) -> tuple[str | None, int | None]:
 def read_sweep(directory: epath.Path) -> list[Run]:
     """Reads the runs of a sweep that have started, in the order of its grid."""
     entries = read_entries(directory)
-    runs = []
-    for entry in entries:
-        spec = run_dir.read_config(directory / entry["name"])
-        if spec is not None:
-            runs.append(read_run(directory / entry["name"], entry["values"], spec))
+    found = [read_run(directory / entry["name"], entry["values"]) for entry in entries]
+    runs = [run for run in found if run]
     if not runs:
         reasons = sorted({entry.get("reason") or "not begun" for entry in entries})
         problem = f"none of its {len(entries)} runs has started ({'; '.join(reasons)})"

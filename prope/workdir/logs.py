@@ -56,12 +56,12 @@ class CsvFiles:
         """Adds records that the file `name` has by now; for another field all is written anew."""
         columns = self._columns.pop(name, [])  # none after an error
         write = append_lines
+        text = io.StringIO()
         if not columns or set(itertools.chain(*records)) - set(columns):
             write = write_atomic
             records = read_jsonl(self._workdir / name)
             columns = list(dict.fromkeys(itertools.chain(*records)))
-            records.insert(0, dict(zip(columns, columns, strict=True)))
-        text = io.StringIO()
+            print(*columns, sep=",", file=text)
         csv.DictWriter(text, columns, lineterminator="\n").writerows(records)
         write((self._workdir / name).with_suffix(".csv"), text.getvalue())
         self._columns[name] = columns

@@ -11,7 +11,6 @@ import sys
 import urllib.parse
 
 import pytest
-import tensorstore as ts
 from absl import flags
 from etils import epath
 from ml_collections import config_flags
@@ -30,7 +29,6 @@ from prope.runtime.files import (
     append_jsonl,
     as_path,
     files_below,
-    kvstore,
     local_cache,
     local_copy,
     new_directory,
@@ -245,23 +243,6 @@ def test_what_is_no_file_is_missing_at_once(place, monkeypatch):
         place / "folder" / "config.json",
     ):
         assert read_json(path, "remedy") is None
-
-
-def test_a_folder_of_a_kvstore_is_deleted_alone(place):
-    for name in ("a", "b", "c"):
-        kvstore(place / name).write("x", b"1").result()
-    kvstore(place / "b").delete_range(ts.KvStore.KeyRange()).result()
-    assert [kvstore(place / name).list().result() for name in ("a", "b", "c")] == [
-        [b"x"],
-        [],
-        [b"x"],
-    ]
-
-
-@pytest.mark.parametrize("end", [b"", b"\r", b"\n", b"\r\n", b"\0"])
-def test_any_bytes_are_written(place, end):
-    (place / "a").write_bytes(b"\xff" + end)
-    assert (place / "a").read_bytes() == b"\xff" + end
 
 
 def test_lines_are_appended_after_one_that_was_cut_short(place):

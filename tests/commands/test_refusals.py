@@ -7,7 +7,6 @@ import math
 import os
 import pwd
 import re
-import stat
 import subprocess
 import sys
 import zipfile
@@ -174,7 +173,6 @@ EARLY = [
     ("train", [CONFIG, "--workdir=W", "--config.batch_size=0"], "config.batch_size=0"),
     ("train", [CONFIG, "--workdir=W", "--config.data.data_dir=text"], "config.data.data_dir=text"),
     ("train", [CONFIG, "--workdir=W", "--config.data.loss_on=targets"], "config.data.loss_on"),
-    ("train", [CONFIG, "--workdir=W", "--config.model.test_sinks=1"], "test_sinks: left on"),
     ("plan", [CONFIG, "--topology=v5e:2x2", "--config.mesh.tensor=3"], "mesh.tensor=3"),
     ("data.inspect", [CONFIG, "--config.model.head_dim=3"], "config.model.head_dim=3"),
     ("evaluate", ["--workdir=W"], "JAX_PLATFORMS=gpus"),
@@ -343,15 +341,10 @@ def test_attention_that_a_device_cannot_run_is_refused():
         ([1], "saved config"),
         ({"model.num_layers": 4}, "model.num_layers"),
         ({"seed": "a"}, "seed"),
-        ({"model": {"test_window": 4}}, "model.test_window=4"),
     ],
 )
 def test_a_saved_config_from_elsewhere_is_refused(values, named):
     assert named in refusal(lambda: from_dict(values))
-
-
-def test_fields_that_left_are_read_where_they_were_unused():
-    assert resolve(from_dict({"model": {"test_window": None, "test_sinks": 0}})) == Spec()
 
 
 # --- What the world does ----------------------------------------------------------------------
@@ -421,10 +414,9 @@ def test_a_mistake_of_the_program_keeps_its_traceback(kind):
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
-@pytest.mark.parametrize("content", [DEEP, "[" * 100_000])
-def test_json_that_is_nested_too_deep_is_refused(tmp_path, content):
+def test_json_that_is_nested_too_deep_is_refused(tmp_path):
     path = epath.Path(tmp_path) / "config.json"
-    path.write_text(content)
+    path.write_text(DEEP)
     assert str(path) in refusal(lambda: read_config(path.parent))
     assert read_json(path) is None, "a cache may be damaged"
     assert read_jsonl(path) == []
@@ -468,8 +460,6 @@ def test_a_pipe_is_not_waited_for(start_command, tmp_path):
 # What lies in the place of a file, and how a refusal names it.
 NO_FILES = {
     "pipe": (os.mkfifo, "not a file"),
-    "device": (lambda path: os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5)), "not a file"),
-    "folder": (os.mkdir, "not a file"),
     "link": (lambda path: os.symlink("target", path), "a link"),
     "dangling link": (lambda path: os.symlink("none", path), "a link"),
 }
@@ -480,10 +470,7 @@ def test_records_are_written_to_a_file_only(tmp_path, kind):
     make, named = NO_FILES[kind]
     path = epath.Path(tmp_path) / "metrics.jsonl"
     (tmp_path / "target").write_text("of another\n")
-    try:
-        make(path)
-    except PermissionError:
-        pytest.skip("only root makes devices")
+    make(path)
     line = refusal(lambda: append_jsonl(path, {"step": 1}))
     assert line.startswith(f"{path}: is {named}, and is not written")
     assert (tmp_path / "target").read_text() == "of another\n"

@@ -768,32 +768,26 @@ def test_a_model_of_words_is_refused(tmp_path):
     exporter.export(tmp_path / "others", tmp_path / "hf")
 
 
-@pytest.mark.parametrize(("name", "is_one"), [("words/", True), ("checkpoints", False)])
-def test_what_lies_in_a_run_is_its_tokenizer_if_it_is_one(tmp_path, name, is_one):
+@pytest.mark.parametrize("old", ["gone", "there"])
+@pytest.mark.parametrize(
+    ("name", "found"), [("words/", "words"), ("a.model", "a.model"), ("checkpoints", None)]
+)
+def test_what_lies_in_a_run_that_was_moved_is_its_tokenizer_if_it_is_one(
+    tmp_path, name, found, old
+):
     """And another folder of that name is not."""
     spec = Spec().replace({"data.tokenizer": f"{tmp_path}/elsewhere/{name}"})
     write_config(tmp_path, spec)
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "words").mkdir()
+    for folder in ("checkpoints", "words", "elsewhere/words"):
+        (tmp_path / folder).mkdir(parents=True)
     write(smollm, tmp_path / "words")
+    (tmp_path / "a.model").touch()
+    if old == "there":
+        write(smollm, tmp_path / "elsewhere/words")
+        (tmp_path / "elsewhere/a.model").touch()
     read = read_config(tmp_path)
-    found = str(tmp_path / "words") if is_one else spec.data.tokenizer
+    found = str(tmp_path / found) if found else spec.data.tokenizer
     assert read == spec.replace({"data.tokenizer": found})
-
-
-@pytest.mark.parametrize("old", ["gone", "another"])
-def test_a_run_that_was_moved_has_its_tokenizer_with_it(tmp_path, sentencepiece_model, old):
-    first = tmp_path / "first"
-    make_run(first, tokenizer=first / "tokenizer.model", vocab_size=300)
-    shutil.copy(sentencepiece_model, first / "tokenizer.model")
-    moved = shutil.copytree(first, tmp_path / "moved")
-    if old == "gone":
-        shutil.rmtree(first)
-    else:
-        (first / "tokenizer.model").write_text("another")
-    run = open_run(moved)
-    assert run.spec.data.tokenizer == str(moved / "tokenizer.model")
-    assert load_tokenizer(run.spec.data.tokenizer).vocab_size == 300
 
 
 # --- What cannot be used ----------------------------------------------------------------------

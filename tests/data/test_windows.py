@@ -248,7 +248,7 @@ def test_reading_ahead_is_concurrent_bounded_and_in_order():
         made.append(step)
         return step
 
-    batches = prefetch(function, 0, 50, depth=4)
+    batches = prefetch(function, 0, 50)
     assert [next(batches) for _ in range(10)] == list(range(10))
     time.sleep(0.2)
     assert sorted(made) == list(range(14)), "four are ready, and no more"

@@ -13,6 +13,7 @@ from support.bounds import assert_equal_but_rounding, measure_rounding
 from support.commands import refusal
 from support.models import KINDS_OF_LAYERS, draw_model, forward, frequencies_of, layer_params, small
 
+from configs.encodings_wiki import least_wavelength
 from prope import encodings, model
 from prope.inference.generation import empty_cache
 from prope.rope import frequencies
@@ -90,12 +91,12 @@ def test_scalings_by_pairs_have_the_numbers_of_their_formulas():
 
 def test_the_least_wavelength_of_a_length():
     for length, published in ((1024, 4.3e3), (2048, 1.16e4)):
-        assert encodings.least_wavelength(128, length) == pytest.approx(published, rel=0.003)
+        assert least_wavelength(128, length) == pytest.approx(published, rel=0.003)
     angles = np.arange(1708)[:, None] * frequencies(128, 1e4)
     sums = np.cos(angles).sum(axis=1)  # the first that is negative: 1707
     assert sums[:1707].min() > 0 > sums[1707]
     assert sums[1707] == pytest.approx(-0.4989315299, abs=1e-9)
-    assert encodings.least_wavelength(128, 1707) <= 1e4 * 1.001
+    assert least_wavelength(128, 1707) <= 1e4 * 1.001
 
 
 def test_the_neutral_value_of_each_is_rope_bit_for_bit():

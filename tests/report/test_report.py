@@ -1003,7 +1003,7 @@ def test_one_length_alone_and_a_run_that_is_not_finished(cut):
     going_on = dataclasses.replace(read[0], step=5, evaluations=[])
     (row,) = [row for row in context.rows([*read, going_on]) if row.group == "p = 0"]
     assert row.seq_len == 256
-    assert row.best.window == 128
+    assert row.window == 128
 
 
 # --- Pictures -------------------------------------------------------------------------------------

@@ -475,7 +475,7 @@ class ListedCodes:
         self.commands = []
         self.stop_signal = None
 
-    def run(self, command, lock, share, prefix):
+    def run(self, command, share, prefix):
         self.commands.append(command)
         code = self.codes.pop(0)
         if isinstance(code, str):
@@ -505,9 +505,9 @@ def test_what_a_launcher_that_ends_has_done(codes, state, recorded, tmp_path):
     processes = ListedCodes(codes)
     if state is None:
         with pytest.raises(SystemExit):
-            sweep.execute(processes, 0)
+            sweep.execute(processes)
     else:
-        sweep.execute(processes, 0)
+        sweep.execute(processes)
         assert sweep.result()["runs"][0]["state"] == state
     assert not processes.codes and len(processes.commands) == len(codes)
     assert (tmp_path / "launched/seed=0").exists() == recorded
@@ -544,7 +544,7 @@ def test_a_run_that_has_no_files_is_told_with_why_it_failed(codes, reason, tmp_p
     sweep = execute.Sweep(path, [first, other], [])
     sweep.record = {"config": config.to_dict(), "init_from": None}
     with contextlib.suppress(Killed, SystemExit):
-        sweep.execute(Children([*codes, 1]), 0)
+        sweep.execute(Children([*codes, 1]))
     told = execute.check_same_sweep(path, [first, other], grids, config)
     assert told["seed=0"] == reason
     entries = runs.unfinished_entries(path, [])

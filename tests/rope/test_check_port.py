@@ -344,26 +344,12 @@ def test_a_port_s_mistake_is_named(names, ports, mistake):
 
 
 GEMMA4 = "proportional_d512_theta1000000_p0.25"
-PUBLIC_MISTAKES = {
+# Ports of Gemma 4 made them: 64 frequencies for a prefix of 128 lanes, or 128 for 512.
+PUBLIC = {
     PLANTED["prefix pairing"]: lambda c: {"distance": c.n},
     PLANTED["wrong denominator"]: lambda c: {"width": 2 * c.n},
-    "partial rotary instead of p-RoPE: denominator and pairing": lambda c: {
-        "width": 2 * c.n,
-        "distance": c.n,
-    },
 }
-
-
-@pytest.mark.parametrize("mistake", PUBLIC_MISTAKES)
-def test_the_public_mistakes_are_named_from_gemma_4_s_layer_alone(mistake):
-    """Ports of Gemma 4 made them: 64 frequencies for a prefix of 128 lanes, or 128 for 512."""
-    values = ported(PUBLIC_MISTAKES[mistake], GEMMA4, np.float32)
-    for kind, array in values.items():
-        assert mistake_in({GEMMA4: {kind: array}}) == mistake
-    values = {"scores": values["rotated_queries"] @ values["rotated_keys"].T}
-    assert mistake_in({GEMMA4: values}) == mistake
-
-
+BOTH = "partial rotary instead of p-RoPE: denominator and pairing"
 GEMMA3 = "linear_d256_theta1000000_factor8"
 
 
@@ -377,13 +363,15 @@ GEMMA3 = "linear_d256_theta1000000_factor8"
         (GEMMA4, FLOAT16, ("cos", "sin")),
         (GEMMA4, EXCHANGED, ("cos", "sin")),
         (GEMMA4, IN_PLACE, ("scores",)),
+        *((GEMMA4, mistake, ("rotated_keys",)) for mistake in (*PUBLIC, BOTH)),
+        *((GEMMA4, mistake, ("scores",)) for mistake in (*PUBLIC, BOTH)),
     ],
 )
 def test_a_mistake_is_named_from_one_layer_s_arrays(name, mistake, kinds):
     """Frequencies and tables as they are, the others by a port that makes the mistake."""
     case = CASES[name]
     n = case["rotated_pairs"]
-    port = {**PORTS, **LINEAR_PORTS}[mistake]
+    port = {**PORTS, **LINEAR_PORTS, **PUBLIC}[mistake]
     arrays = {"frequencies": case["frequencies"] * (8 if name == GEMMA3 else 1 / 8)}
     tables = (case["cos"], case["sin"])
     if mistake == EXCHANGED:

@@ -221,7 +221,7 @@ def test_a_saved_config_of_a_field_that_left_is_read_if_it_did_without(name):
     values = Spec().to_dict()
     group, _, key = name.rpartition(".")
     saved = values.setdefault(group, {}) if group else values
-    saved[key] = LEFT[name].unused
+    saved[key], _ = LEFT[name]
     assert spec_from_dict(values) == Spec()
     saved[key] = 1
     with pytest.raises(UsageError) as refused:
@@ -238,7 +238,7 @@ def check_line(line: str, name: str):
     """Asserts that one line names the field, and the last commit that has it."""
     assert "\n" not in line
     assert name in line
-    assert LEFT[name].commit in line
+    assert describe_left(name) in line
 
 
 @pytest.mark.parametrize("name", LEFT_NAMES)

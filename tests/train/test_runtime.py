@@ -86,27 +86,23 @@ def test_several_processes_save_once_when_the_minutes_have_passed(clock, monkeyp
 def test_the_watchdog_ends_a_process_that_hangs(monkeypatch, capfd):
     ended = queue.Queue()
     monkeypatch.setattr(watchdog.os, "_exit", ended.put)
-    with watchdog.Watchdog(0.001) as dog:
-        with dog.paused(), pytest.raises(queue.Empty):
+    with watchdog.watching(0.001):
+        with watchdog.paused(), pytest.raises(queue.Empty):
             ended.get(timeout=0.2)
-        dog.alive("step 3")
+        watchdog.alive("step 3")
         assert ended.get(timeout=20) == 76
     line = "nothing has happened for 0.001 minutes after step 3; the stacks"
     assert line in capfd.readouterr().err
 
 
-def test_the_watchdog_hears_what_works_far_from_it_and_waits_while_processes_join(monkeypatch):
-    with watchdog.Watchdog(60) as dog:
-        alive_at = []
-        monkeypatch.setattr(processes, "_join", lambda wanted: alive_at.append(dog._alive_at))
-        monkeypatch.setattr(processes, "_check_gpus", lambda: None)
-        monkeypatch.setenv("PROPE_PROCESSES", "auto")
+def test_the_watchdog_waits_while_processes_join(monkeypatch):
+    alive_at = []
+    monkeypatch.setattr(processes, "_join", lambda wanted: alive_at.append(watchdog._alive_at))
+    monkeypatch.setattr(processes, "_check_gpus", lambda: None)
+    monkeypatch.setenv("PROPE_PROCESSES", "auto")
+    with watchdog.watching(60):
         processes.start()
-        assert alive_at == [math.inf] and dog._alive_at < math.inf
-        watchdog.alive("a part of it")
-        assert dog._progress == "a part of it"
-    watchdog.alive("nothing")  # to which nobody listens
-    assert dog._progress == "a part of it"
+        assert alive_at == [math.inf] and watchdog._alive_at < math.inf
 
 
 @pytest.mark.parametrize("module", ["evaluate", "analyze", "export_hf", "ask"])
@@ -265,7 +261,7 @@ def test_where_no_bar_can_be_drawn_there_are_lines(
     monkeypatch.setattr(metrics.log, "info", lambda text, *values: lines.append(text % values))
     write_steps(spec, tmp_path)
     assert [line[:24] for line in lines] == [f"step {n}/12: loss 1.2345, "[:24] for n in (1, 2, 3)]
-    assert isinstance(workers._progress_bar(10, 0), workers._LoggedBar)
+    assert not workers.has_bars()
 
 
 def test_a_slow_compilation_is_explained(monkeypatch):

@@ -279,7 +279,7 @@ IN_A_FILE = [
     ("c.modle.head_dim = 64", "modle"),
     ("c.num_steps = 'many'", "file.py line 4"),
     ("c.model.rope_percentage = None", "config.model.rope_percentage"),
-    ("set_layer_percentages(c, [None, 1])", "config.model.rope_percentage"),
+    ("set_layer_percentages(c, [None, 1])", "file.py line 4"),
 ]
 IMPORTS = "from prope.config import default_config, set_layer_percentages\n"
 

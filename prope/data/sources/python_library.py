@@ -46,9 +46,16 @@ def python_docs() -> Source:
 
 
 def python_source() -> Source:
-    """Returns the library's files of 50 to 200 KB as a source of one chunk."""
+    """Returns the library's files of 50 to 200 KB as a source of one chunk.
+
+    Those that the build of Python generates differ by machine.
+    """
     files = _list_library(_EXCLUDED | {"tkinter"})  # which is not in every installation
-    taken = {name: path for name, path in files.items() if _is_long_source(path)}
+    taken = {
+        name: path
+        for name, path in files.items()
+        if _SHORTEST <= path.stat().st_size <= _LONGEST and "_sysconfigdata" not in name
+    }
     left_out = len(files) - len(taken)
     log_once(f"data: python_source: {len(taken)} files of 50 to 200 KB, {left_out} left out")
     hashes = [hash_file(epath.Path(path)) for path in taken.values()]
@@ -64,12 +71,6 @@ def _list_library(excluded: set[str]) -> _Files:
         folders[:] = set(folders) - excluded
         paths += [pathlib.Path(folder, name) for name in names if name.endswith(".py")]
     return {path.relative_to(root).as_posix(): path for path in sorted(paths)}
-
-
-def _is_long_source(path: pathlib.Path) -> bool:
-    """Returns whether a file is of 50 to 200 KB, and not one that the build of Python generates."""
-    is_generated = path.name.startswith("_sysconfigdata")
-    return not is_generated and _SHORTEST <= path.stat().st_size <= _LONGEST
 
 
 def _make_source(

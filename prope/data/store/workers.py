@@ -54,7 +54,10 @@ def pack_chunks(
     settings = (data.tokenizer, rule, data.loss_on == "targets", data.max_bad_rows)
     stats |= {"workers": num_workers, "tokens": 0}
     num_bad = 0
-    with _progress_bar(source.num_bytes, source.num_bytes - missing_bytes) as bar:
+    kind = tqdm if has_bars() else _LoggedBar
+    total = source.num_bytes
+    initial = total - missing_bytes
+    with kind(total=total, initial=initial, unit="B", unit_scale=True, desc="data") as bar:
         for number, record in _packed(missing, folder, num_workers, settings):
             records[number] = record
             stats["tokens"] += sum(record[split]["tokens"] for split in SPLITS)
@@ -78,11 +81,6 @@ class _LoggedBar(tqdm):
         if time.monotonic() - self._logged > _LOG_SECONDS:
             self._logged = time.monotonic()
             log.info("%s", tqdm.format_meter(**self.format_dict | {"ncols": 0}))
-
-
-def _progress_bar(total: int, initial: int) -> tqdm:
-    bar = tqdm if has_bars() else _LoggedBar
-    return bar(total=total, initial=initial, unit="B", unit_scale=True, desc="data")
 
 
 def _packed(

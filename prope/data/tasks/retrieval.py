@@ -143,7 +143,9 @@ class Retrieval:
             episodes, _ = self.draw_episodes(draw, number + T // 3)
             units = [fact for episode in episodes[number:] for fact in episode.facts]
         hidden = episodes[:number]
-        free = T - sum(map(count_characters, hidden))
+        # Answers are not completed.
+        texts = (itertools.chain(episode.facts, *episode.questions) for episode in hidden)
+        free = T - sum(map(len, itertools.chain(*texts)))
         items = scatter(draw, rng, hidden, free // len(units[0]))
         text = insert(units, items)
         answers = []
@@ -153,11 +155,6 @@ class Retrieval:
                 distance = start - item.evidence.start
                 answers.append(Answer(start, distance, len(item.answer)))
         return text, answers
-
-
-def count_characters(episode: Episode) -> int:
-    """Counts the characters of facts and questions, whose answers are not completed."""
-    return sum(map(len, itertools.chain(episode.facts, *episode.questions)))
 
 
 def scatter(draw: Draw, rng, episodes: list[Episode], n: int) -> list[Item]:

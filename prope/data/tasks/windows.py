@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from prope.data.batch import Batch, padding
+from prope.data.batch import AnyWindows, Batch, padding
 from prope.data.store.arrays import COUNTS, SPLITS, Store, fingerprint_of
 from prope.data.tasks import synthetic, tasks
 from prope.data.tasks.draws import Window
@@ -30,7 +30,7 @@ _FORMAT = 1  # version of the rule that generates windows; in the fingerprint
 _GUESSES = 8  # answers among which `unigram_loss` is that of guessing
 
 
-class GeneratedWindows:
+class GeneratedWindows(AnyWindows):
     """Has the interface of `Windows`; `count` of the train split is the entries of one seed.
 
     In `store.index` an answer counts as one byte.
@@ -55,13 +55,7 @@ class GeneratedWindows:
                 f"windows of {data.dataset} need at least {shortest} tokens",
                 "raise config.data.seq_len",
             )
-        self.name = data.dataset
-        self.seq_len = data.seq_len
-        self.position_range = data.position_range
-        self.split = split
-        self.sources = [self]
-        self.weights = [1.0]
-        self.shares = [1.0]
+        super().__init__(data, split)
         self._validation = split == "validation"
         self.count = _VALIDATION_WINDOWS if self._validation else _ENTRIES
         self.length = self.count * self.seq_len
