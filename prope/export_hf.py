@@ -38,6 +38,7 @@ def define_flags() -> None:
         "where no class of transformers rotates as the run does, write modeling_prope.py, which "
         "from_pretrained(DIR, trust_remote_code=True) loads",
     )
+    flags.DEFINE_string("pairs", None, "pairs that rotate: of a file of prope.choose, or 0-15,20")
     flags.mark_flags_as_required(["workdir", "output"])
 
 
@@ -46,9 +47,8 @@ def main() -> dict:
     from prope.hf.exporter import export
     from prope.runtime.processes import call_on_first
 
-    return call_on_first(
-        lambda: export(FLAGS.workdir, FLAGS.output, FLAGS.step, FLAGS.dtype, FLAGS.custom_code)
-    )
+    names = ("workdir", "output", "step", "dtype", "custom_code", "pairs")
+    return call_on_first(lambda: export(**{name: FLAGS[name].value for name in names}))
 
 
 if __name__ == "__main__":

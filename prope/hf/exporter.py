@@ -1,6 +1,7 @@
 """Writes a checkpoint in the format of the class of transformers that computes it."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -18,6 +19,7 @@ from prope.hf.families import FAMILIES
 from prope.hf.layout import list_tensors, unread_parameters
 from prope.hf.tensors import write_tensors
 from prope.hf.tokenizers import special_fields, write_tokenizer
+from prope.inference.opening import keep_pairs
 from prope.runtime.files import as_path, check_new, is_url, new_directory
 from prope.spec.data import DataSpec
 from prope.workdir.run import open_run
@@ -39,8 +41,11 @@ def export(
     step: int | None = None,
     dtype: str = "float32",
     custom_code: bool = False,
+    pairs: str | None = None,
 ) -> dict:
     """Writes the checkpoint of a step, by default the newest, to a new directory.
+
+    Of its pairs those of `pairs` rotate, as in prope.evaluate; None: those that were trained.
 
     With `custom_code`, modeling_prope.py beside it where no class of transformers has the rotation.
     Returns the command's result. Raises UsageError where there is no such checkpoint, transformers
@@ -49,7 +54,7 @@ def export(
     target = as_path("--output", output)
     check_new("output", target)
     run = open_run(workdir, step)
-    spec = run.spec
+    spec = dataclasses.replace(run.spec, model=keep_pairs(run.spec.model, pairs))
     hf_config = config_json.to_hf(spec, dtype, custom_code)
     family = FAMILIES[hf_config["model_type"]]
     custom_class = _CUSTOM_CLASS if "rope_frequencies" in hf_config else {}

@@ -153,8 +153,11 @@ def rescale(model: ModelSpec, encoding: str, length: int, factor: float = 1.0) -
 
 def choose_model(spec: Spec, options: Options) -> ModelSpec:
     """Returns a run's model for this machine, in --dtype, of which --pairs alone rotate."""
-    model = for_this_machine(spec.model, options.dtype)
-    pairs = options.pairs
+    return keep_pairs(for_this_machine(spec.model, options.dtype), options.pairs)
+
+
+def keep_pairs(model: ModelSpec, pairs: str | None) -> ModelSpec:
+    """Returns the model of which --pairs alone rotate: those of a file, or named; None: its own."""
     if pairs is None:
         return model
     if model.rope_pairs:

@@ -431,9 +431,14 @@ def test_pairs_by_key_head_and_layer_need_custom_code(tmp_path, caplog):
     caplog.set_level("INFO")
     exporter.export(tmp_path / "shared", tmp_path / "same", custom_code=True)
     assert "GemmaForCausalLM computes this run without --custom_code" in caplog.text
+    make_run(tmp_path / "whole", p=1.0, num_kv_heads=2)
+    exporter.export(tmp_path / "whole", tmp_path / "kept", pairs="0-3,5")
     for file in (tmp_path / "plain").iterdir():
-        assert (tmp_path / "same" / file.name).read_bytes() == file.read_bytes()
+        for copy in ("same", "kept"):
+            assert (tmp_path / copy / file.name).read_bytes() == file.read_bytes()
     assert len(os.listdir(tmp_path / "same")) == 3
+    line = refusal(lambda: exporter.export(tmp_path / "shared", tmp_path / "hf", pairs="1"))
+    assert line.startswith("--pairs=1: the run has config.model.rope_pairs=0-3,5 of its own")
 
 
 @pytest.mark.parametrize(
