@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import runpy
 import tarfile
 
 import numpy as np
@@ -464,3 +465,14 @@ def test_training_on_longer_windows_is_in_its_records(tmp_path):
     rows = [source_windows_row(workdir) for workdir in sorted(tmp_path.glob("config=*"))]
     assert len(rows) == 2
     assert [row for row in rows if row not in lines] == []
+
+
+def test_which_pairs_must_rotate_is_in_its_records(tmp_path):
+    lines = unpack("which_pairs", tmp_path)
+    script = runpy.run_path(str(ROOT / "launch/which_pairs.py"))
+    models = [script["Evaluations"](tmp_path / name) for name in ("SmolLM2-135M", "Gemma-3-270M")]
+    tables = [script[name] for name in ("losses_as_it_is", "loss_rows", "contrast_rows")]
+    rows = [row for table in tables for model in models for row in table(model)]
+    assert len(rows) > 30
+    assert [row for row in rows if row not in lines] == []
+    assert script["draw"](models).render().startswith(b"\x89PNG")
