@@ -29,7 +29,7 @@ class Evaluations:
         self.as_it_is = {}  # by folder, text and length: the record and its folder
         self.chosen = {}  # by these and the choice: rule, per, keep, text that chose
         choices = {}
-        for path in sorted(work.glob("**/pairs_*.json")):
+        for path in sorted(work.glob("**/pairs*.json")):
             pairs = json.loads(path.read_text())
             text = pairs["text"]
             chooser = f"{text['sequences']} {TEXTS[text['source']]} x {text['seq_len']}"
