@@ -66,7 +66,7 @@ def _choose_attention(spec: Spec, layer: Layer, device) -> tuple[str, str]:
 
 def _context_divides_heads(spec: Spec, layer: Layer) -> bool:
     """Returns whether a device's heads, and its key/value heads unless it has one, can be split."""
-    C = spec.mesh.context
+    C = mesh.shape["context"]
     heads = spec.model.num_heads // spec.mesh.tensor
     kv_heads = layer.num_kv_heads // spec.mesh.tensor
     return heads % C == 0 and (kv_heads <= 1 or kv_heads % C == 0)
@@ -100,7 +100,7 @@ def prepare(spec: Spec, devices: Sequence) -> Prepared:
 
 def batch_shapes(spec: Spec, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes, dtypes and shardings of a training batch."""
-    C = spec.mesh.context
+    C = mesh.shape["context"]
     shape = (spec.batch_size * C, spec.data.seq_len // C)
     rows = sharding.batch_sharding(mesh)
     integers = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)

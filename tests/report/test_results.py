@@ -469,7 +469,7 @@ def test_training_on_longer_windows_is_in_its_records(tmp_path):
 
 def test_which_pairs_must_rotate_is_in_its_records(tmp_path):
     lines = unpack("which_pairs", tmp_path)
-    script = runpy.run_path(str(ROOT / "launch/which_pairs.py"))
+    script = runpy.run_path(str(ROOT / "configs/results/which_pairs.py"))
     models = [script["Evaluations"](tmp_path / name) for name in ("SmolLM2-135M", "Gemma-3-270M")]
     tables = [script[name] for name in ("losses_as_it_is", "loss_rows", "contrast_rows")]
     rows = [row for table in tables for model in models for row in table(model)]

@@ -1,6 +1,6 @@
 """Prints the tables of configs/results/which_pairs.md, and draws its figure, from records.
 
-    python launch/which_pairs.py WORK [WORK ..] [FIGURE.png]
+    python configs/results/which_pairs.py WORK [WORK ..] [FIGURE.png]
 
 WORK is what which_pairs.sh left, named as the model. Losses are in nats per token; differences are
 paired by document, with 95 % intervals of each row alone.

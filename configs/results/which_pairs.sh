@@ -2,14 +2,13 @@
 # Evaluates a published model with pairs chosen by several rules: the records of
 # configs/results/which_pairs.md. What is there already is not made again.
 #
-#   bash launch/which_pairs.sh MODEL DATA WORK [PART ..]
+#   bash configs/results/which_pairs.sh MODEL DATA WORK [PART ..]
 #
 # MODEL is a folder of transformers, DATA the folder of wikipedia/20230601.en, WORK a new folder.
 # One half of the articles chooses, the other is evaluated, with Python's library as a second kind
 # of text. Two CPU cores need 70 minutes for SmolLM2 135M, and 50 for Gemma 3 270M.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-(($# >= 3)) || { usage; exit 2; }
+(($# >= 3)) || { sed -n '/^#!/d; s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 model=$1 data=$2 work=$3
 windows=${PROPE_WINDOWS:-30} long_count=${PROPE_LONG_WINDOWS:-6}
 mkdir -p "$work/text"
