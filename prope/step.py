@@ -66,7 +66,7 @@ def _choose_attention(spec: Spec, layer: Layer, device) -> tuple[str, str]:
 
 def _context_divides_heads(spec: Spec, layer: Layer) -> bool:
     """Returns whether a device's heads, and its key/value heads unless it has one, can be split."""
-    C = mesh.shape["context"]
+    C = spec.mesh.context
     heads = spec.model.num_heads // spec.mesh.tensor
     kv_heads = layer.num_kv_heads // spec.mesh.tensor
     return heads % C == 0 and (kv_heads <= 1 or kv_heads % C == 0)
