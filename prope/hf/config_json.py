@@ -22,6 +22,7 @@ from prope.hf.rotation import read_rotation, write_rotations
 from prope.rope import num_rotated_pairs
 from prope.runtime import files
 from prope.spec.kinds import FULL
+from prope.spec.model import ModelSpec
 from prope.spec.run import Spec
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id")
@@ -34,13 +35,7 @@ def to_hf(spec: Spec, dtype: str) -> dict:
     known here.
     """
     model = spec.model
-    for field in dataclasses.fields(model):
-        name = field.name
-        value = getattr(model, name)
-        if name not in MODEL_FIELDS and value is not None:
-            problem = "export does not know it, and would leave out what it computes"
-            remedy = "write it in prope/hf/families.py"
-            raise usage_error(f"config.model.{name}", value, problem, remedy)
+    check_known(model)
     ropes = write_rotations(model)
     model_type = choose_family(model, ropes)
     family = FAMILIES[model_type]
@@ -67,6 +62,17 @@ def to_hf(spec: Spec, dtype: str) -> dict:
         # The length that transformers scales by.
         values["max_position_embeddings"] = model.original_seq_len
     return values
+
+
+def check_known(model: ModelSpec) -> None:
+    """Raises UsageError where a model has a field, such as a variant's, that no export knows."""
+    for field in dataclasses.fields(model):
+        name = field.name
+        value = getattr(model, name)
+        if name not in MODEL_FIELDS and value is not None:
+            problem = "export does not know it, and would leave out what it computes"
+            remedy = "write it in prope/hf/families.py"
+            raise usage_error(f"config.model.{name}", value, problem, remedy)
 
 
 def from_hf(path: epath.Path) -> tuple[Spec, dict]:
