@@ -102,8 +102,9 @@ def _rotate(name: str, model: ModelSpec) -> Rotation:
         fields = {"rope.freq_base": layers[0].max_wavelength}
         if name == "granite_swa":
             rotating = [layer for layer in layers if layer.frequencies.any()]
-            fields["attention.rope_pattern"] = [bool(x.frequencies.any()) for x in layers]
-            layers = rotating or layers
+            if rotating:  # where none does, divisors say so: it needs one that does
+                fields["attention.rope_pattern"] = [bool(x.frequencies.any()) for x in layers]
+                layers = rotating
         return Rotation(fields, lanes.T.ravel(), _divisors(layers))
     by_kind = {kind: [x for x in layers if x.kind == kind] for kind in model.kinds}
     divisors = {kind: _divisors(alike) for kind, alike in by_kind.items()}
