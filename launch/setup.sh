@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Creates .venv in the clone, installs the pinned versions and activates it; source it from the clone's folder.
 #   source launch/setup.sh [EXTRA]
-#   EXTRA   test, tpu, gpu, plan-gpu, gcs, tensorboard, wandb, hf or real, or "" for none; by default PROPE_EXTRA or,
+#   EXTRA   test, tpu, gpu, plan-gpu, gcs, tensorboard, wandb, hf, gguf, engines or real, or "" for none; by default PROPE_EXTRA or,
 #           where that is not set, gpu where nvidia-smi lists a GPU whose driver CUDA 13 accepts, tpu on a TPU VM, else none
 # If nothing has changed a second call takes milliseconds. PYTHON names the interpreter; by default it is the first of
 # python3, python3.13, python3.12 and python3.11 that is new enough.
@@ -36,10 +36,10 @@ prope_setup() {
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]:-launch/setup.sh}"
     return
   elif (($# > 1)); then
-    echo "error: $2: unexpected argument; give one of test, tpu, gpu, plan-gpu, gcs, tensorboard, wandb, hf, real, or nothing" >&2
+    echo "error: $2: unexpected argument; give one of test, tpu, gpu, plan-gpu, gcs, tensorboard, wandb, hf, gguf, engines, real, or nothing" >&2
     return 2
-  elif [[ ! $extra =~ ^(test|tpu|gpu|plan-gpu|gcs|tensorboard|wandb|hf|real|)$ ]]; then
-    echo "error: $extra: there is no such extra; give one of test, tpu, gpu, plan-gpu, gcs, tensorboard, wandb, hf, real, or nothing" >&2
+  elif [[ ! $extra =~ ^(test|tpu|gpu|plan-gpu|gcs|tensorboard|wandb|hf|gguf|engines|real|)$ ]]; then
+    echo "error: $extra: there is no such extra; give one of test, tpu, gpu, plan-gpu, gcs, tensorboard, wandb, hf, gguf, engines, real, or nothing" >&2
     return 2
   elif [[ ! -f launch/constraints.txt ]]; then
     echo "error: $PWD: is not the folder of a clone of prope; go there, then: source launch/setup.sh" >&2

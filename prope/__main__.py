@@ -17,6 +17,7 @@ COMMANDS = (
     "ask",
     "import_hf",
     "export_hf",
+    "export_gguf",
     "check_port",
     "plan",
     "bench",

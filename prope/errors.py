@@ -40,6 +40,7 @@ _OUTAGES = (
 _EXTRAS = {
     "torch": "'.[hf]'",
     "transformers": "'.[hf]'",
+    "gguf": "'.[gguf]'",
     "libtpu": "'.[tpu]'",
     "gcsfs": "'.[gcs]'",
     "wandb": "'.[wandb]'",

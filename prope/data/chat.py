@@ -20,12 +20,7 @@ def encode_chat(name: str, tokenizer: Tokenizer, turns: list[str]) -> list[int]:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     try:
-        if not isinstance(tokenizer, JsonTokenizer):
-            raise ValueError("there is no tokenizer.json")
-        file = tokenizer_file(as_path(FIELD, name))
-        values = read_beside(file, "tokenizer_config.json")
-        beside = file.with_name("chat_template.jinja")
-        template = beside.read_text() if beside.is_file() else values["chat_template"]
+        template, values = read_template(name, tokenizer)
         # {% generation %} marks what a model is trained on, and writes nothing.
         template = re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template)
         environment = ImmutableSandboxedEnvironment(
@@ -53,6 +48,22 @@ def encode_chat(name: str, tokenizer: Tokenizer, turns: list[str]) -> list[int]:
         remedy = "leave out --chat, which is for models made for chats"
         raise usage_error(FIELD, name, problem, remedy) from None
     return tokenizer.encode(text.encode(), has_markup=True).tolist()
+
+
+def read_template(name: str, tokenizer: Tokenizer) -> tuple[str, dict]:
+    """Returns the chat template of a tokenizer, and the fields of tokenizer_config.json.
+
+    Raises ValueError where there is none.
+    """
+    if not isinstance(tokenizer, JsonTokenizer):
+        raise ValueError("there is no tokenizer.json")
+    file = tokenizer_file(as_path(FIELD, name))
+    values = read_beside(file, "tokenizer_config.json")
+    beside = file.with_name("chat_template.jinja")
+    template = beside.read_text() if beside.is_file() else values.get("chat_template")
+    if not isinstance(template, str):
+        raise ValueError("there is no chat_template")
+    return template, values
 
 
 def _raise(message: str):

@@ -36,13 +36,7 @@ def to_hf(spec: Spec, dtype: str, custom_code: bool = False) -> dict:
     here.
     """
     model = spec.model
-    for field in dataclasses.fields(model):
-        name = field.name
-        value = getattr(model, name)
-        if name not in MODEL_FIELDS and value is not None:
-            problem = "export does not know it, and would leave out what it computes"
-            remedy = "write it in prope/hf/families.py"
-            raise usage_error(f"config.model.{name}", value, problem, remedy)
+    check_known(model)
     model_type, ropes, custom = _choose_class(model, custom_code)
     family = FAMILIES[model_type]
     fields = write_fields(family, model, ropes)
@@ -90,6 +84,17 @@ def _choose_class(model: ModelSpec, custom_code: bool) -> tuple[str, list[dict],
     if not custom_code:
         raise UsageError(f"{plain_error}; or export it with --custom_code")
     return model_type, ropes, custom
+
+
+def check_known(model: ModelSpec) -> None:
+    """Raises UsageError where a model has a field, such as a variant's, that no export knows."""
+    for field in dataclasses.fields(model):
+        name = field.name
+        value = getattr(model, name)
+        if name not in MODEL_FIELDS and value is not None:
+            problem = "export does not know it, and would leave out what it computes"
+            remedy = "write it in prope/hf/families.py"
+            raise usage_error(f"config.model.{name}", value, problem, remedy)
 
 
 def from_hf(path: epath.Path) -> tuple[Spec, dict]:

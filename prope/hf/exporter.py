@@ -10,17 +10,16 @@ from collections.abc import Iterator
 
 from etils import epath
 
-from prope.data.sources.find import find_source
 from prope.data.tokenizer import SentencePieceTokenizer, load_tokenizer
 from prope.data.vocabulary import split_lines
 from prope.errors import RunFailed, UsageError, log, usage_error
-from prope.hf import config_json
+from prope.hf import config_json, engines
 from prope.hf.families import FAMILIES
 from prope.hf.layout import list_tensors, unread_parameters
 from prope.hf.tensors import write_tensors
 from prope.hf.tokenizers import special_fields, write_tokenizer
 from prope.inference.opening import keep_pairs
-from prope.runtime.files import as_path, check_new, is_url, new_directory
+from prope.runtime.files import as_path, check_new, new_directory
 from prope.spec.data import DataSpec
 from prope.workdir.run import open_run
 
@@ -108,10 +107,7 @@ def _write_code(directory: epath.Path, hf_class: str) -> None:
 
 def _lines(data: DataSpec) -> Iterator[bytes]:
     """Yields lines of a run's text, if it is on this machine, and of Python's documentation."""
-    for _, source in (*data.weighted_sources(), (1, DataSpec())):
-        with contextlib.suppress(RunFailed, UsageError):  # not here any more, or generated
-            is_far = is_url(source.data_dir) or source.store  # a store needs no text
-            chunks = () if is_far else find_source(source).chunks
-            texts = (document.text for chunk in chunks for document in chunk.read())
+    for texts in engines.local_texts(data):
+        with contextlib.suppress(RunFailed, UsageError):
             lines = itertools.chain.from_iterable(map(split_lines, texts))
             yield from itertools.islice(lines, 5_000)

@@ -166,7 +166,8 @@ def write_tokenizer(
             raise usage_error("config.data.tokenizer", name, problem, remedy)
 
 
-def _read_model(tokenizer: SentencePieceTokenizer):
+def read_model(tokenizer: SentencePieceTokenizer):
+    """Returns a SentencePiece model as its message of Protocol Buffers."""
     from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
     return ModelProto.FromString(tokenizer.processor.serialized_model_proto())
@@ -175,7 +176,7 @@ def _read_model(tokenizer: SentencePieceTokenizer):
 def _is_unigram(tokenizer: Tokenizer) -> bool:
     if not isinstance(tokenizer, SentencePieceTokenizer):
         return False
-    spec = _read_model(tokenizer).trainer_spec
+    spec = read_model(tokenizer).trainer_spec
     return spec.model_type == spec.UNIGRAM
 
 
@@ -184,7 +185,7 @@ def _convert(tokenizer: SentencePieceTokenizer) -> str:
     import tokenizers
     from tokenizers import decoders, models, normalizers, processors
 
-    proto = _read_model(tokenizer)
+    proto = read_model(tokenizer)
     fallback = proto.trainer_spec.byte_fallback
     _, _, bos, unk, _ = tokenizer.special
     learnt = {piece.piece: piece.score for piece in proto.pieces if piece.type == piece.NORMAL}

@@ -432,6 +432,29 @@ def new_directory(flag: str, path: epath.Path) -> Iterator[epath.Path]:
         raise
 
 
+@contextlib.contextmanager
+def new_file(flag: str, path: epath.Path) -> Iterator[epath.Path]:
+    """Yields the path of a temporary file that becomes `path` on success; otherwise it is deleted.
+
+    It lies next to `path`; where that is a URL, on the local disk, from which it is copied.
+    """
+    with contextlib.ExitStack() as stack:
+        if is_url(path):
+            folder = epath.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        else:
+            check_writable(f"--{flag}", path.parent)
+            folder = path.parent
+        temporary = folder / f".{os.getpid()}.{path.name}"
+        stack.callback(temporary.unlink, missing_ok=True)
+        yield temporary
+        check_new(flag, path)
+        if is_url(path):
+            system, root = fsspec.core.url_to_fs(str(path))
+            system.put_file(str(temporary), root)
+        else:
+            os.replace(temporary, path)
+
+
 def files_below(folder: epath.Path) -> dict[str, int]:
     """Lists all files below a folder, sorted by their path in it, with their sizes in bytes."""
     if is_url(folder):

@@ -88,6 +88,7 @@ PLACES = [
     ("prope.choose", ("workdir", "data_dir", "text", "analysis", "output")),
     ("prope.report", ("workdir", "sweep", "output")),
     ("prope.export_hf", ("workdir", "output")),
+    ("prope.export_gguf", ("workdir", "output")),
     ("prope.import_hf", ("input", "workdir", "tokenizer")),
     ("prope.bench", ("workdir",)),
     ("prope.check_port", ("values",)),

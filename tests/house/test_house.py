@@ -9,7 +9,7 @@ from support.commands import ROOT
 
 PACKAGE = ROOT / "prope"
 COMMANDS = ["train", "evaluate", "ask", "sample", "analyze", "choose", "report", "plan", "bench"]
-COMMANDS += ["export_hf", "import_hf", "check_port"]
+COMMANDS += ["export_hf", "export_gguf", "import_hf", "check_port"]
 # Rooms (a folder, or a file at the top of prope/), low to high.
 # Each imports only from lines above its own.
 LAYERS = [

@@ -41,6 +41,7 @@ ROOMS = {
     "plan.py": "plan",
     "bench.py": "plan",
     "export_hf.py": "hf",
+    "export_gguf.py": "hf",
     "import_hf.py": "hf",
     "check_port.py": "rope",
     "data": "data tasks",
