@@ -246,7 +246,7 @@ def test_a_file_that_is_there_is_kept_and_without_the_engine_nothing_is_checked(
 ):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     _, _, result = export(tmp_path, 1, LLAMA, check="llama.cpp")
-    assert result["checked"] == "not checked there: pip install xllamacpp"
+    assert result["checked"] == "not checked there: pip install -e '.[engines]'"
     before = (tmp_path / "m.gguf").read_bytes()
     with pytest.raises(UsageError, match="--output=.*/m.gguf: is there already"):
         gguf_file.export(str(tmp_path / "run"), str(tmp_path / "m.gguf"))
