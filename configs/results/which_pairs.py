@@ -47,6 +47,8 @@ class Evaluations:
                     continue
                 for name in choices.get(digest, ()):
                     self.chosen[*about, *name] = (record, path.parent)
+        self.as_it_is = dict(sorted(self.as_it_is.items(), key=_place))
+        self.chosen = dict(sorted(self.chosen.items(), key=_place))
 
     def difference(self, one: tuple, other: tuple, positions: tuple | None = None):
         """Returns the first record's loss minus the second's, at positions of their windows."""
@@ -56,6 +58,12 @@ class Evaluations:
         changed = {"changed": second.get("changed")}
         options = {"about": about, "second_fields": changed, "positions": positions}
         return paired_difference(place, other_place, **options)
+
+
+def _place(item: tuple) -> tuple:
+    """Orders evaluations by text, articles first, and by length."""
+    text, length, *_ = item[0]
+    return text != "articles", length
 
 
 def signed(value: float) -> str:
@@ -145,7 +153,7 @@ def draw(models: list[Evaluations]) -> Picture:
             costs = [0, 0.01, 0.1, 1, 3]
             place.set_yticks(costs, [f"{cost:g}" for cost in costs])
             place.minorticks_off()
-            place.set_ylim(bottom=-0.005)
+            place.set_ylim(-0.005, 5)
             place.set_title(f"{model.work.name}\n{text}, {length} tokens", fontsize=9)
             place.set(xlabel="share of the pairs that rotate")
         axes[0, 0].set_ylabel("loss minus that as it is, nats per token")
