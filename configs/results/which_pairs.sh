@@ -46,7 +46,7 @@ long_windows() { # by choices at this length, and by that at 1024 tokens
 budgets() { choose "$short" "${at_1024[@]}" --per=model,layer --keep=0.5,0.25,0.125; }
 amounts() { # articles that choose, instead of 16; and files of Python's library
   for count in 1 4 53; do choose "$short" "${at_1024[@]}" "--output=$work/articles_$count" --sequences=$count --keep=0.5; done
-  choose "$short" --seq_len=1024 --max_windows=1 "--output=$work/source" --dataset=python_source --data_dir= --keep=0.5
+  python -m prope.choose --workdir="$short" --seq_len=1024 --max_windows=1 "--output=$work/source" --dataset=python_source --keep=0.5
   python -m prope.evaluate --workdir="$short" "${text[@]}" --split=validation "${at_1024[@]}" "--pairs=$work/source/pairs.json"
 }
 controls() { choose "$short" "${at_1024[@]}" --rule=slow,uniform --keep=0.5; }
