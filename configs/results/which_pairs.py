@@ -42,11 +42,12 @@ class Evaluations:
             for record in read_jsonl(path):
                 digest = record.get("changed", {}).get("model.rope_pairs")
                 about = (TEXTS[record["dataset"]], record["seq_len"])
-                if digest is None:
-                    self.as_it_is[about] = (record, path.parent)
-                    continue
-                for name in choices.get(digest, ()):
-                    self.chosen[*about, *name] = (record, path.parent)
+                names = choices.get(digest, ())
+                keys = [(self.as_it_is, about)] if digest is None else []
+                keys += [(self.chosen, (*about, *name)) for name in names]
+                for found, key in keys:  # the fullest evaluation counts
+                    if key not in found or found[key][0]["windows"] < record["windows"]:
+                        found[key] = (record, path.parent)
         self.as_it_is = dict(sorted(self.as_it_is.items(), key=_place))
         self.chosen = dict(sorted(self.chosen.items(), key=_place))
 
@@ -78,8 +79,8 @@ def row(*cells) -> str:
 
 def cells_of(difference) -> tuple[str, str]:
     """Writes a difference and its interval."""
-    interval = difference.interval()
-    return signed(difference.difference), f"{signed(interval[0])} to {signed(interval[1])}"
+    ends = difference.interval() or ()  # none of a single document
+    return signed(difference.difference), " to ".join(map(signed, ends))
 
 
 def loss_rows(model: Evaluations) -> list[str]:
@@ -88,6 +89,8 @@ def loss_rows(model: Evaluations) -> list[str]:
     for name, found in model.chosen.items():
         text, length, rule, per, keep, chooser = name
         plain = model.as_it_is[text, length]
+        if found[0]["windows"] != plain[0]["windows"]:  # one, while pairs were chosen
+            continue
         parts = (1024, 4096, 8192) if length == 8192 else (length,)
         for part in parts:
             positions = None if part == length else (0, part)
@@ -107,9 +110,7 @@ def contrast_rows(model: Evaluations) -> list[str]:
         if is_declared and (text, rule, per) == ("articles", "change", "head"):
             for other in ("fast", "norm"):
                 chosen_by = "none" if other == "fast" else chooser
-                second = model.chosen.get((text, length, other, per, keep, chosen_by))
-                if second is None:  # not evaluated yet
-                    continue
+                second = model.chosen[text, length, other, per, keep, chosen_by]
                 difference = model.difference(one, second)
                 found.append((length, keep, f"change - {other}", difference))
     adjusted = holm([difference.p_value for *_, difference in found])
@@ -171,7 +172,7 @@ def main(arguments: list[str]) -> None:
         for model in models:
             print("\n".join(table(model)))
         print()
-    if arguments[-1].endswith(".png"):
+    if arguments and arguments[-1].endswith(".png"):
         pathlib.Path(arguments[-1]).write_bytes(draw(models).render())
 
 

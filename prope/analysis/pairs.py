@@ -41,8 +41,8 @@ def change(query, key, freqs, distances) -> np.ndarray:
     """How much the scores of attention change where a pair stands instead of rotating.
 
     A query and a key that are turned against one another by any angle, each as likely, have their
-    score changed by |q| |k| sqrt(1 - cos(f d)), as a root of the mean square. That is averaged over
-    distances d with weights 1 / d.
+    score changed by |q| |k| sqrt(1 - cos(f d)), as a root of the mean square. The mean of its
+    square over distances d, with weights 1 / d, is taken, and the root of that.
     """
     turned = 1 - np.cos(freqs[..., None] * distances)
     return query * key * np.sqrt(np.average(turned, axis=-1, weights=1 / distances))
@@ -229,7 +229,7 @@ def _read_choices(options, model: ModelSpec) -> list[Choice]:
             remedy = f"keep {1 / count:g} or more; p = 0 needs no choice"
             raise usage_error("--keep", share, problem, remedy)
         choices.append(Choice(rule, keep, per))
-    return choices
+    return list(dict.fromkeys(choices))
 
 
 def _read_norms(path: str, model: ModelSpec) -> tuple[list[dict], dict]:
