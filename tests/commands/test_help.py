@@ -19,6 +19,7 @@ from prope.runtime.interrupts import Interrupts, Request
 
 IS_COMMAND = 'if __name__ == "__main__":'
 MODULES = sorted(path for path in (ROOT / "prope").rglob("*.py") if IS_COMMAND in path.read_text())
+MODULES.remove(ROOT / "prope/hf/engine_process.py")  # which export_gguf alone runs
 PROGRAMS = [*MODULES, *sorted((ROOT / "launch").glob("*.py"))]
 PROGRAMS.remove(ROOT / "launch/tour.py")  # the cells of a notebook
 SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), ROOT / "launch/slurm.sbatch"])
