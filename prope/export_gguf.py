@@ -30,6 +30,7 @@ def define_flags() -> None:
     flags.DEFINE_enum(
         "check", None, ["llama.cpp"], "compare five texts there, where xllamacpp is installed"
     )
+    flags.DEFINE_string("pairs", None, "pairs that rotate: of a file of prope.choose, or 0-15,20")
     flags.mark_flags_as_required(["workdir", "output"])
 
 
@@ -38,8 +39,8 @@ def main() -> dict:
     from prope.hf.gguf_file import export
     from prope.runtime.processes import call_on_first
 
-    options = (FLAGS.workdir, FLAGS.output, FLAGS.step, FLAGS.dtype, FLAGS.check)
-    return call_on_first(lambda: export(*options))
+    names = ("workdir", "output", "step", "dtype", "check", "pairs")
+    return call_on_first(lambda: export(**{name: FLAGS[name].value for name in names}))
 
 
 if __name__ == "__main__":

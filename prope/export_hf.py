@@ -39,6 +39,9 @@ def define_flags() -> None:
         "from_pretrained(DIR, trust_remote_code=True) loads",
     )
     flags.DEFINE_string("pairs", None, "pairs that rotate: of a file of prope.choose, or 0-15,20")
+    flags.DEFINE_enum(
+        "check", None, ["mlx", "transformers", "vllm"], "compare five texts there, if installed"
+    )
     flags.mark_flags_as_required(["workdir", "output"])
 
 
@@ -47,7 +50,7 @@ def main() -> dict:
     from prope.hf.exporter import export
     from prope.runtime.processes import call_on_first
 
-    names = ("workdir", "output", "step", "dtype", "custom_code", "pairs")
+    names = ("workdir", "output", "step", "dtype", "custom_code", "pairs", "check")
     return call_on_first(lambda: export(**{name: FLAGS[name].value for name in names}))
 
 

@@ -9,7 +9,66 @@ import pathlib
 import sys
 import urllib.request
 
+import numpy as np
+
 _NUM_COMPARED = 1000  # likeliest tokens after a prompt
+
+
+def _list_likeliest(logits, texts: list[str], tokenizer) -> dict[str, list]:
+    """Returns the answer by logits [V] after every prompt, and a tokenizer of transformers."""
+    answers = {"tokens": [], "scores": []}
+    for values in np.asarray(logits, np.float64):
+        likeliest = np.argsort(-values)[:_NUM_COMPARED]
+        total = np.log(np.exp(values - values.max()).sum()) + values.max()
+        answers["tokens"].append(likeliest.tolist())
+        answers["scores"].append((values[likeliest] - total).tolist())
+    answers["ids"] = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    return answers
+
+
+def ask_transformers(export: str, prompts: list[list[int]], texts: list[str]) -> dict[str, list]:
+    """Answers as `ask_llama_cpp` does; a folder without a tokenizer is asked for no texts."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = {"dtype": torch.float32, "trust_remote_code": True}
+    model = AutoModelForCausalLM.from_pretrained(export, **options)
+    tokenizer = AutoTokenizer.from_pretrained(export, trust_remote_code=True) if texts else None
+    with torch.no_grad():
+        logits = [model(torch.tensor([prompt])).logits[0, -1].numpy() for prompt in prompts]
+    return _list_likeliest(logits, texts, tokenizer)
+
+
+def ask_mlx(export: str, prompts: list[list[int]], texts: list[str]) -> dict[str, list]:
+    """Answers as `ask_transformers` does."""
+    import mlx.core as mx
+    from mlx_lm.utils import load_model, load_tokenizer
+
+    folder = pathlib.Path(export)
+    model, _ = load_model(folder)
+    tokenizer = load_tokenizer(folder) if texts else None
+    last = [model(mx.array([prompt]))[0, -1].astype(mx.float32) for prompt in prompts]
+    return _list_likeliest([np.array(logits) for logits in last], texts, tokenizer)
+
+
+def ask_vllm(export: str, prompts: list[list[int]], texts: list[str]) -> dict[str, list]:
+    """Answers as `ask_transformers` does."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    from vllm import LLM, SamplingParams
+
+    options = {"dtype": "float32", "enforce_eager": True, "trust_remote_code": True}
+    options |= {"max_model_len": max(map(len, prompts)) + 1, "max_num_seqs": 1}
+    model = LLM(export, skip_tokenizer_init=not texts, max_logprobs=_NUM_COMPARED, **options)
+    sampling = SamplingParams(max_tokens=1, temperature=0, logprobs=_NUM_COMPARED, detokenize=False)
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    answers = {"tokens": [], "scores": [], "ids": []}
+    for answer in model.generate(asked, sampling, use_tqdm=False):
+        (found,) = answer.outputs[0].logprobs
+        answers["tokens"].append(list(found))
+        answers["scores"].append([each.logprob for each in found.values()])
+    for text in texts:
+        answers["ids"].append(model.get_tokenizer().encode(text, add_special_tokens=False))
+    return answers
 
 
 def ask_llama_cpp(export: str, prompts: list[list[int]], texts: list[str]) -> dict[str, list]:
@@ -51,9 +110,15 @@ def ask_llama_cpp(export: str, prompts: list[list[int]], texts: list[str]) -> di
     return answers
 
 
+ENGINES = {
+    "llama.cpp": ask_llama_cpp,
+    "mlx": ask_mlx,
+    "transformers": ask_transformers,
+    "vllm": ask_vllm,
+}
+
 if __name__ == "__main__":
     engine, export, questions, answers = sys.argv[1:]
-    ask = {"llama.cpp": ask_llama_cpp}[engine]
-    result = ask(export, **json.loads(pathlib.Path(questions).read_text()))
+    result = ENGINES[engine](export, **json.loads(pathlib.Path(questions).read_text()))
     pathlib.Path(answers).write_text(json.dumps(result))
     os._exit(0)  # a server waits for its threads

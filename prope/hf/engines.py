@@ -24,10 +24,20 @@ from prope.inference.opening import for_this_machine
 from prope.runtime import watchdog
 from prope.runtime.files import is_url
 from prope.spec.data import DataSpec
+from prope.spec.model import ModelSpec
+from prope.spec.run import Spec
 from prope.workdir.run import Run
 
 # By engine: the package that has it, and what installs it.
-PACKAGES = {"llama.cpp": ("xllamacpp", "pip install -e '.[engines]'")}
+PACKAGES = {
+    "llama.cpp": ("xllamacpp", "pip install -e '.[engines]'"),
+    "mlx": ("mlx-lm", "pip install -e '.[engines]'"),
+    "transformers": ("transformers", "source launch/setup.sh hf"),
+    "vllm": ("vllm", "pip install vllm, in an environment of its own"),
+}
+# How far log-probabilities may be from the run's, by the dtype of the tensors. With q8_0, llama.cpp
+# rounds activations to 8 bits, too.
+BOUNDS = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 5e-2, "q8_0": 0.3}
 _LENGTHS = (16, 40, 100, 200, 400)  # of the prompts, in tokens, at most
 _TIMEOUT = 3600  # seconds
 
@@ -41,26 +51,39 @@ def local_texts(data: DataSpec) -> Iterator[Iterator[bytes]]:
             yield (document.text for chunk in chunks for document in chunk.read())
 
 
-def check(engine: str | None, run: Run, tokenizer: Tokenizer, export, bound: float) -> str | None:
+def is_there(engine: str | None) -> bool:
+    """Returns whether an engine is named and installed."""
+    package, _ = PACKAGES.get(engine, ("", ""))
+    return bool(package and importlib.util.find_spec(package.replace("-", "_")))
+
+
+def check(
+    engine: str | None, run: Run, spec: Spec, tokenizer: Tokenizer, export, bound: float
+) -> str | None:
     """Compares log-probabilities after five texts of a run, and their ids; returns what was found.
+
+    `spec` is what was exported. A folder of the byte tokenizer has none, so no ids to compare.
 
     Raises RunFailed where one differs by more than `bound`, or an id does.
     """
     if engine is None:
         return None
     package, install = PACKAGES[engine]
-    if importlib.util.find_spec(package.replace("-", "_")) is None:
+    if not is_there(engine):
         log.warning("not checked in %s, which is not installed: %s", engine, install)
         return f"not checked there: {install}"
     texts = []
-    sources = itertools.chain.from_iterable(local_texts(run.spec.data))
+    sources = itertools.chain.from_iterable(local_texts(spec.data))
     for length, text in zip(_LENGTHS, sources, strict=False):
         ids = tokenizer.encode(text[: 8 * length].decode(errors="ignore").encode())
-        texts.append(tokenizer.decode(ids[: min(length, run.spec.data.seq_len - 3)]))
+        texts.append(tokenizer.decode(ids[: min(length, spec.data.seq_len - 3)]))
     ids = [tokenizer.encode(text.encode()).tolist() for text in texts]
     prompts = [[tokenizer.special.start, *tokens] for tokens in ids]
+    if engine != "llama.cpp" and spec.data.tokenizer == "byte":
+        texts = ids = []
     answers = ask(engine, export, prompts, texts)
-    rows = zip(_log_probabilities(run, prompts), answers["tokens"], answers["scores"], strict=True)
+    expected = _log_probabilities(run, spec.model, prompts)
+    rows = zip(expected, answers["tokens"], answers["scores"], strict=True)
     # The mean over the tokens, as the run expects them.
     found = max(np.exp(ours[t]) @ np.abs(ours[t] - scores) for ours, t, scores in rows)
     place = f"{engine} ({package} {importlib.metadata.version(package)})"
@@ -74,9 +97,9 @@ def check(engine: str | None, run: Run, tokenizer: Tokenizer, export, bound: flo
     return f"{place}: {found:.1e}"
 
 
-def _log_probabilities(run: Run, prompts: list[list[int]]) -> np.ndarray:
+def _log_probabilities(run: Run, model: ModelSpec, prompts: list[list[int]]) -> np.ndarray:
     """Computes log-probabilities of the token after each prompt, in float32: [B, V]."""
-    spec = for_this_machine(run.spec.model, "float32")
+    spec = for_this_machine(model, "float32")
     paths = parameters.parameters(spec)
     params = parameters.nest({path: run.checkpoint.read(tuple(path.split("/"))) for path in paths})
     lengths = np.array(list(map(len, prompts)))

@@ -16,6 +16,7 @@ from prope.errors import RunFailed, UsageError, log, usage_error
 from prope.hf import config_json, engines
 from prope.hf.families import FAMILIES
 from prope.hf.layout import list_tensors, unread_parameters
+from prope.hf.model_card import write_card
 from prope.hf.tensors import write_tensors
 from prope.hf.tokenizers import special_fields, write_tokenizer
 from prope.inference.opening import keep_pairs
@@ -41,6 +42,7 @@ def export(
     dtype: str = "float32",
     custom_code: bool = False,
     pairs: str | None = None,
+    check: str | None = None,
 ) -> dict:
     """Writes the checkpoint of a step, by default the newest, to a new directory.
 
@@ -48,7 +50,8 @@ def export(
 
     With `custom_code`, modeling_prope.py beside it where no class of transformers has the rotation.
     Returns the command's result. Raises UsageError where there is no such checkpoint, transformers
-    has no class for it, or `output` exists.
+    has no class for it, or `output` exists; RunFailed where `check`, one of engines.PACKAGES, finds
+    another result.
     """
     target = as_path("--output", output)
     check_new("output", target)
@@ -84,13 +87,20 @@ def export(
                 _write_code(directory, family.hf_class)
             write_tokenizer(spec.data.tokenizer, tokenizer, directory, _lines(spec.data))
             write_tensors(directory, tensors, read, dtype)
+            bound = engines.BOUNDS[dtype]
+            checked = engines.check(check, run, spec, tokenizer, directory, bound)
+            (directory / "README.md").write_text(
+                write_card(target.name, run.step, spec, hf_config, tensors, checked)
+            )
+            return checked
 
-    run, _ = run.restore_newest_valid(write)
+    run, checked = run.restore_newest_valid(write)
     return {
         "output": str(target),
         "class": hf_config["architectures"][0],
         "parameters": sum(math.prod(tensor.shape) for tensor in tensors),
         "dtype": dtype,
+        "checked": checked,
         "step": run.step,
         "rope_percentage": spec.model.rope_percentage,
         "rotated_pairs": spec.model.rotated_pairs,

@@ -103,6 +103,8 @@ FIELDS = {name: (ours, _SIZE) for name, ours in SIZES.items()} | {
 # By activation of a ModelSpec.
 ACTIVATIONS = {"gelu": "gelu_pytorch_tanh", "silu": "silu"}
 _ACTIVATION = ("hidden_act", "hidden_activation")  # of which a class reads one
+# The partial_rotary_factor of p = 0: it rotates no pair, and vLLM refuses 0.
+NO_PAIR = 1e-6
 # Fields of a ModelSpec that a class fixes, where its row does not name them.
 _FIXED = {
     "scale_embedding": False,
@@ -517,6 +519,14 @@ def write_fields(family: Family, model: ModelSpec, ropes: list[dict]) -> dict:
     if family.needs_window and SLIDING not in kinds:
         del values["sliding_window"]  # the class's own
     values = {name: value for name, value in values.items() if name in family.defaults}
+    if "sliding_window_pattern" in family.defaults:
+        period = (*kinds, FULL).index(FULL) + 1
+        regular = repeat_pattern((*[SLIDING] * (period - 1), FULL), len(kinds))
+        local = rope_of_kind.get(SLIDING, {"partial_rotary_factor": 1})
+        is_alike = kinds == regular and local.get("partial_rotary_factor") == 1
+        # MLX reads it instead of layer_types, 6 where it is absent, and rotates all pairs of layers
+        # with a window: where it would compute something else, it gets a number at which it stops.
+        values["sliding_window_pattern"] = period if is_alike else len(kinds) + 1
     rope = rope_of_kind if family.rotates_by_kind else rotated[0]
     return (
         values
@@ -584,4 +594,4 @@ def _rope_field(model: ModelSpec) -> str:
 
 def rotating(ropes: list[dict]) -> list[dict]:
     """Returns the rotations that are not NoPE; all where every one is."""
-    return [rope for rope in ropes if rope.get("partial_rotary_factor") != 0] or ropes
+    return [rope for rope in ropes if rope.get("partial_rotary_factor") != NO_PAIR] or ropes

@@ -6,6 +6,7 @@ weights make up for the rest: lanes of heads are reordered, and queries hold the
 Axes: H head_dim, P = H / 2 pairs, R of them that rotate, L layers.
 """
 
+import dataclasses
 import functools
 import math
 import os
@@ -22,6 +23,7 @@ from prope.hf.config_json import check_known
 from prope.hf.families import FAMILIES, choose_family
 from prope.hf.gguf_vocabulary import list_vocabulary
 from prope.hf.layout import Tensor, list_tensors, unread_parameters
+from prope.inference.opening import keep_pairs
 from prope.rope import frequencies
 from prope.runtime import watchdog
 from prope.runtime.files import as_path, check_new, new_file
@@ -30,13 +32,12 @@ from prope.spec.layers import Layer
 from prope.spec.model import ModelSpec
 from prope.workdir.run import check_disk, open_run
 
-# By --dtype: the type's name and the number of the file's type in the library gguf, and the bound
-# of --check on log-probabilities. With q8_0, llama.cpp rounds activations to 8 bits, too.
+# By --dtype: the type's name and the number of the file's type in the library gguf.
 DTYPES = {
-    "float32": ("F32", 0, 1e-3),
-    "float16": ("F16", 1, 5e-2),
-    "bfloat16": ("BF16", 32, 5e-2),
-    "q8_0": ("Q8_0", 7, 0.3),
+    "float32": ("F32", 0),
+    "float16": ("F16", 1),
+    "bfloat16": ("BF16", 32),
+    "q8_0": ("Q8_0", 7),
 }
 _LLAMA = ("llama", "granite_swa")  # the second has windows, and layers without rotation
 # By class of transformers that has a run's layers: architectures, in the order they are tried in.
@@ -275,8 +276,11 @@ def export(
     step: int | None = None,
     dtype: str = "float32",
     check: str | None = None,
+    pairs: str | None = None,
 ) -> dict:
     """Writes the checkpoint of a step, by default the newest, as a new file.
+
+    Of its pairs those of `pairs` rotate, as in prope.evaluate; None: those that were trained.
 
     Returns the command's result. Raises UsageError where there is no such checkpoint, llama.cpp
     does not compute it, or `output` exists; RunFailed where `check` finds another result.
@@ -284,25 +288,23 @@ def export(
     target = as_path("--output", output)
     check_new("output", target)
     run = open_run(workdir, step)
-    spec = run.spec
-    model = spec.model
+    model = keep_pairs(run.spec.model, pairs)
+    spec = dataclasses.replace(run.spec, model=model)
     check_known(model)
     name, rotation = choose_architecture(model)
-    kind, file_type, bound = DTYPES[dtype]
-    if name == "gemma4":  # GELU is a table of float16 there, and these scores are sharp
-        bound *= 10
-    tensors = _tensors(name, model, rotation, kind)
+    # A wrong rotation may be less than what a smaller type loses: float32 is compared first.
+    dtypes = dict.fromkeys(["float32", dtype] if engines.is_there(check) else [dtype])
+    # GELU is a table of float16 there, and Gemma 4's scores are sharp.
+    factor = 10 if name == "gemma4" else 1
     tokenizer = load_tokenizer(spec.data.tokenizer)
     fields = {
         "general.name": os.path.basename(os.path.abspath(workdir)),
-        "general.file_type": file_type,
         "context_length": spec.data.seq_len,
         **_header(name, model),
         **rotation.fields,
         **list_vocabulary(spec, tokenizer),
     }
-    sizes = (math.prod(shape) for shape, _, _ in tensors.values())
-    num_bytes = sum(sizes) * (4 if kind == "F32" else 2)
+    num_bytes = parameters.count(model) * (4 if "float32" in dtypes else 2)
 
     def write(run):
         log.info("exporting step %d of %s in %s as %s", run.step, workdir, dtype, name)
@@ -310,8 +312,14 @@ def export(
         read = functools.lru_cache(1)(run.checkpoint.read)
         with new_file("output", target) as path:
             check_disk(path.parent, num_bytes, "the tensors need", "output")
-            _write(str(path), name, fields, tensors, read)
-            return engines.check(check, run, tokenizer, path, bound)
+            for each in dtypes:
+                kind, file_type = DTYPES[each]
+                tensors = _tensors(name, model, rotation, kind)
+                of_type = {"general.file_type": file_type}
+                _write(str(path), name, fields | of_type, tensors, read)
+                bound = factor * engines.BOUNDS[each]
+                checked = engines.check(check, run, spec, tokenizer, path, bound)
+            return checked
 
     run, checked = run.restore_newest_valid(write)
     command = f"llama-completion --model {target} --prompt 'Once upon' -n 32 --temp 0 -no-cnv"

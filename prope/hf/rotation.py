@@ -8,6 +8,7 @@ import numpy as np
 from prope.encodings import SCALINGS, ntk_wavelength
 from prope.errors import UsageError, shorten, usage_error
 from prope.hf.families import (
+    NO_PAIR,
     Family,
     at_least,
     positive,
@@ -102,7 +103,7 @@ def _write_rope(model: ModelSpec, layer: Layer) -> dict:
         shares = (layer.rope_percentage, 2 * rotated / H, (2 * rotated + 1) / H)
         share = next(p for p in shares if num_rotated_pairs(H, p) == rotated)
         named = {"rope_type": "proportional", "rope_theta": theta}
-        return named | {"partial_rotary_factor": float(share)}
+        return named | {"partial_rotary_factor": float(share) if rotated else NO_PAIR}
     # JSON has no infinity; after division by 1e30, float32 rotates no pair at any position.
     divisors = np.divide(plain, freqs, out=np.full(len(freqs), 1e30), where=freqs > 0).tolist()
     return {
@@ -219,7 +220,7 @@ def _read_rope(rope: dict, values: dict) -> dict:
         problem = f"must be a fraction in [0, 1] with rope_type proportional, and 1 with {kind}"
         raise wrong(rope, "partial_rotary_factor", problem)
     theta = read_value(rope, "rope_theta", positive)
-    fields = {"max_wavelength": theta, "rope_percentage": float(p)}
+    fields = {"max_wavelength": theta, "rope_percentage": 0.0 if p == NO_PAIR else float(p)}
     if not is_plain:
         fields["rope_scaling_type"] = kind
         fields |= {ours: float(rope[theirs]) for theirs, ours in scaled_by.items()}

@@ -441,6 +441,35 @@ def test_a_hard_clip_keeps_its_pairs(d):
         assert int(rope["partial_rotary_factor"] * d // 2) == d // 2 - n
 
 
+def test_no_pair_is_a_share_above_zero(tmp_path):
+    """vLLM refuses 0."""
+    values = config_json.to_hf(Spec(model=ModelSpec(**SIZES | {"rope_percentage": 0.0})), "float32")
+    share = values["rope_parameters"]["partial_rotary_factor"]
+    assert share > 0 and int(share * 512 // 2) == 0
+    assert read(tmp_path, values)[0].model.rope_percentage == 0
+
+
+@pytest.mark.parametrize(
+    ("layer_types", "local", "period"),
+    [
+        ((SLIDING, SLIDING, FULL), 1.0, 3),
+        ((FULL,), None, 1),
+        ((SLIDING, FULL), 0.5, 8),  # MLX rotates all, and stops at 8 of 7 layers
+        ((FULL, SLIDING), 1.0, 8),
+        ((SLIDING,), 1.0, 8),
+    ],
+)
+def test_the_pattern_of_gemma_3_is_one_of_which_its_readers_compute_the_same(
+    layer_types, local, period
+):
+    fields = {"layer_types": layer_types, "local_rope_percentage": local, "num_layers": 7}
+    fields |= {"sliding_window": 17} if SLIDING in layer_types else {}
+    sizes = SIZES | {"post_norms": True, "use_qk_norm": True, "rope_percentage": 0.25} | fields
+    values = config_json.to_hf(Spec(model=ModelSpec(**sizes)), "float32")
+    assert values["model_type"] == "gemma3_text"
+    assert values.get("sliding_window_pattern") == period
+
+
 def test_the_divisors_of_longrope():
     rope = written_rope(head_dim=16, rope_type="cope", clip_low_n=4)
     freqs = 1e4 ** (-np.arange(8) / 8) / np.array(rope["short_factor"])

@@ -4,8 +4,7 @@ import importlib.util
 
 import numpy as np
 import pytest
-from support.models import DENSE4, E4, forward
-from support.runs import make_run
+from support.exports import CASES, LLAMA, YARN, distance, export_case
 from support.text import articles
 
 from prope.data.tokenizer import load_tokenizer
@@ -17,76 +16,11 @@ pytest.importorskip("gguf", reason="source launch/setup.sh engines")
 needs_llama_cpp = pytest.mark.skipif(
     importlib.util.find_spec("xllamacpp") is None, reason="source launch/setup.sh engines"
 )
-SIZES = {"embed_dim": 64, "num_layers": 4, "head_dim": 32, "num_kv_heads": 2}
-WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 17}
-LLAMA = {"activation": "silu", "scale_embedding": False, "norm_epsilon": 1e-5}
-GEMMA_2 = {"post_norms": True, "attention_softcap": 20.0, "final_softcap": 10.0, **WINDOWS}
-GEMMA_3 = {"post_norms": True, "use_qk_norm": True, "max_wavelength": 1e6, **WINDOWS}
-GEMMA_3 |= {"local_max_wavelength": 1e4, "attention_scale": 0.1}
-GEMMA_4 = {"attention_scale": 1.0, "norm_epsilon": 1e-6, "head_dim": 16}
-QK_NORM = {"use_qk_norm": True, "qkv_bias": False}
-YARN = {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0, "original_seq_len": 32}
-ALL = dict.fromkeys((0, 0.25, 0.75, 1))  # p: an architecture of its own, or why it is refused
-# By name: fields of the model, the architecture, and for some p another, or why there is none.
-CLASSES = {
-    "Gemma": ({}, "gemma", {}),
-    "Gemma 2": (GEMMA_2 | {"attention_scale": 0.1}, "gemma2", {}),
-    "Gemma 2, no caps": ({"post_norms": True}, "gemma2", {}),
-    "Gemma 3": (GEMMA_3, "gemma3", {0: "gemma3 has the same rotated pairs"}),
-    "Gemma 3, local RoPE": (
-        GEMMA_3 | {"local_rope_percentage": 1.0},
-        *("gemma3", dict.fromkeys((0.25, 0.75), "gemma3 has the same rotated pairs")),
-    ),
-    "Gemma 4": (DENSE4 | GEMMA_4, "gemma4", {}),
-    "Gemma 4 E": (E4 | GEMMA_4, "gemma4", {}),
-    "Llama": (LLAMA | {"tied": False}, "llama", {}),
-    "Qwen 2": (LLAMA | {"qkv_bias": True}, "llama", {}),
-    "Qwen 2, windows": (LLAMA | {"qkv_bias": True} | WINDOWS, "granite_swa", {}),
-    "Qwen 3": (LLAMA | QK_NORM, "qwen3", dict.fromkeys((0.25, 0.75), "qwen3vl")),
-    "Qwen 3, windows": (LLAMA | QK_NORM | WINDOWS, "", dict.fromkeys(ALL, "qwen3 has no windows")),
-    "Mistral": (
-        LLAMA | {"layer_types": ("sliding_attention",), "sliding_window": 17},
-        *("granite_swa", {}),
-    ),
-}
-# Other rotations: p, fields, architecture.
-ENCODINGS = {
-    "SmolLM3": ((0.75, 0.75, 0.75, 0), LLAMA, "granite_swa"),
-    "chosen pairs": (1, LLAMA | {"rope_pairs": "0-2,5,9"}, "llama"),
-    "reversed": (0.5, LLAMA | {"rope_type": "reversed"}, "llama"),
-    "yarn": (1, LLAMA | YARN | {"logit_scale": "yarn"}, "llama"),
-    "yarn of p-RoPE": (0.5, LLAMA | YARN, "llama"),
-    "linear": (1, {"rope_scaling_type": "linear", "rope_scaling_factor": 4.0}, "gemma"),
-}
-CASES = ENCODINGS | {
-    f"{name}, p={p}": (p, fields, others.get(p, architecture))
-    for name, (fields, architecture, others) in CLASSES.items()
-    for p in ALL
-}
 QUICK = ("Llama, p=0.25", "Gemma 3, p=0.75", "Qwen 3, p=0.75", "SmolLM3", "Qwen 3, windows, p=1")
 
 
 def by_name(names):
     return [name if name in QUICK else pytest.param(name, marks=slow) for name in names]
-
-
-def export(tmp_path, p, fields, tokenizer="byte", **options):
-    """Exports a run to m.gguf: (spec, params, result)."""
-    spec, params = make_run(tmp_path / "run", p, tokenizer, **SIZES | fields)
-    result = gguf_file.export(str(tmp_path / "run"), str(tmp_path / "m.gguf"), **options)
-    return spec.model, params, result
-
-
-def distance(spec, params, file):
-    """How far log-probabilities after prompts of 1 to 120 tokens are from prope's."""
-    tokens = np.random.default_rng(1).integers(4, 260, 120)
-    logits = np.asarray(forward(spec, params, tokens[None], np.arange(120)[None])[0], np.float64)
-    ours = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    lengths = (1, 2, 16, 18, 60, 120)
-    prompts = [tokens[:length].tolist() for length in lengths]
-    answers = engines.ask("llama.cpp", file, prompts, [])
-    rows = zip(lengths, answers["tokens"], answers["scores"], strict=True)
-    return max(np.abs(ours[length - 1, ids] - scores).max() for length, ids, scores in rows)
 
 
 @needs_llama_cpp
@@ -95,14 +29,14 @@ def test_llama_cpp_computes_the_same_or_the_run_is_refused(tmp_path, name):
     p, fields, architecture = CASES[name]
     if " " in architecture:
         with pytest.raises(UsageError, match=f"^config.model: .*{architecture}.*; export it for"):
-            export(tmp_path, p, fields)
+            export_case(tmp_path, "llama.cpp", p, fields)
         assert not (tmp_path / "m.gguf").exists()
         return
-    spec, params, result = export(tmp_path, p, fields)
+    spec, params, result = export_case(tmp_path, "llama.cpp", p, fields)
     assert result["architecture"] == architecture
     # GELU is a table of float16 there; Gemma 4's scores are sharper.
     bound = {"gelu": 1e-2, "silu": 2e-5}[spec.activation] * (10 if architecture == "gemma4" else 1)
-    assert distance(spec, params, tmp_path / "m.gguf") < bound
+    assert distance("llama.cpp", spec, params, tmp_path / "m.gguf") < bound
 
 
 @needs_llama_cpp
@@ -110,12 +44,12 @@ def test_llama_cpp_computes_the_same_or_the_run_is_refused(tmp_path, name):
 def test_a_file_that_llama_cpp_computes_otherwise_does_not_appear(tmp_path, monkeypatch, planted):
     """As where pairs that stand still are divided by 1."""
     if planted is None:
-        _, _, result = export(tmp_path, 0.25, LLAMA, check="llama.cpp")
+        _, _, result = export_case(tmp_path, "llama.cpp", 0.25, LLAMA, check="llama.cpp")
         assert result["checked"].startswith("llama.cpp (xllamacpp 20")
         return
     monkeypatch.setattr(gguf_file, planted, 1.0)
     with pytest.raises(RunFailed, match="differ from the run's by .*nothing was written") as caught:
-        export(tmp_path, 0.25, LLAMA, check="llama.cpp")
+        export_case(tmp_path, "llama.cpp", 0.25, LLAMA, check="llama.cpp")
     assert caught.value.code == 1
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -126,10 +60,12 @@ def test_a_smaller_type_is_near(tmp_path, dtype, bits):
     import gguf
 
     fields = LLAMA | {"num_layers": 1}
-    spec, params, result = export(tmp_path, 0.75, fields, dtype=dtype, check="llama.cpp")
+    spec, params, result = export_case(
+        tmp_path, "llama.cpp", 0.75, fields, dtype=dtype, check="llama.cpp"
+    )
     assert result["checked"].startswith("llama.cpp")
     file = tmp_path / "m.gguf"
-    assert 1e-4 < distance(spec, params, file) < 0.2
+    assert 1e-4 < distance("llama.cpp", spec, params, file) < 0.2
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     table = tensors["token_embd.weight"]
     assert table.n_bytes * 8 == table.n_elements * bits
@@ -204,7 +140,7 @@ def test_llama_cpp_gives_the_same_ids(tmp_path, name, sentencepiece_model):
     cuts = VOCABULARIES[name]
     tokenizer = {"byte": "byte", "SentencePiece": sentencepiece_model}.get(name)
     tokenizer = tokenizer or write_json(tmp_path, cuts[0], **cuts[1])
-    export(tmp_path, 1, LLAMA | {"vocab_size": 1200}, tokenizer=tokenizer)
+    export_case(tmp_path, "llama.cpp", 1, LLAMA | {"vocab_size": 1200}, tokenizer=tokenizer)
     ours = load_tokenizer(tokenizer)
     texts = [*articles(20), "a  b\n\n c 1234567 it's", "\u00e9\u4e2d\U0001f600 \tx"]
     answers = engines.ask("llama.cpp", tmp_path / "m.gguf", [[5]], texts)
@@ -230,7 +166,7 @@ REFUSED = {
 def test_refused_in_one_line(tmp_path, name):
     fields, why = REFUSED[name]
     with pytest.raises(UsageError, match=f"^config.model.*{why}") as caught:
-        export(tmp_path, 1, fields)
+        export_case(tmp_path, "llama.cpp", 1, fields)
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -238,14 +174,14 @@ def test_refused_in_one_line(tmp_path, name):
 def test_a_tokenizer_that_llama_cpp_has_not_is_refused(tmp_path):
     folder = write_json(tmp_path, ("bytes",))
     with pytest.raises(UsageError, match="^config.data.tokenizer=.* llama.cpp has no such tok"):
-        export(tmp_path, 1, LLAMA | {"vocab_size": 1200}, tokenizer=folder)
+        export_case(tmp_path, "llama.cpp", 1, LLAMA | {"vocab_size": 1200}, tokenizer=folder)
 
 
 def test_a_file_that_is_there_is_kept_and_without_the_engine_nothing_is_checked(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    _, _, result = export(tmp_path, 1, LLAMA, check="llama.cpp")
+    _, _, result = export_case(tmp_path, "llama.cpp", 1, LLAMA, check="llama.cpp")
     assert result["checked"] == "not checked there: pip install -e '.[engines]'"
     before = (tmp_path / "m.gguf").read_bytes()
     with pytest.raises(UsageError, match="--output=.*/m.gguf: is there already"):
