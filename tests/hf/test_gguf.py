@@ -40,16 +40,21 @@ def test_llama_cpp_computes_the_same_or_the_run_is_refused(tmp_path, name):
 
 
 @needs_llama_cpp
-@pytest.mark.parametrize("planted", ["_STOPPED", None])
-def test_a_file_that_llama_cpp_computes_otherwise_does_not_appear(tmp_path, monkeypatch, planted):
-    """As where pairs that stand still are divided by 1."""
+@pytest.mark.parametrize(
+    ("planted", "p", "dtype"),
+    [("_STOPPED", 0.25, "float32"), ("_STOPPED", 0.75, "q8_0"), (None, 0.25, "float32")],
+)
+def test_a_file_that_llama_cpp_computes_otherwise_does_not_appear(
+    tmp_path, monkeypatch, planted, p, dtype
+):
+    """As where pairs that stand still are divided by 1; p = 0.75 is below q8_0's own bound."""
     if planted is None:
         _, _, result = export_case(tmp_path, "llama.cpp", 0.25, LLAMA, check="llama.cpp")
         assert result["checked"].startswith("llama.cpp (xllamacpp 20")
         return
     monkeypatch.setattr(gguf_file, planted, 1.0)
     with pytest.raises(RunFailed, match="differ from the run's by .*nothing was written") as caught:
-        export_case(tmp_path, "llama.cpp", 0.25, LLAMA, check="llama.cpp")
+        export_case(tmp_path, "llama.cpp", p, LLAMA, dtype=dtype, check="llama.cpp")
     assert caught.value.code == 1
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -181,8 +186,9 @@ def test_a_file_that_is_there_is_kept_and_without_the_engine_nothing_is_checked(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    _, _, result = export_case(tmp_path, "llama.cpp", 1, LLAMA, check="llama.cpp")
+    _, _, result = export_case(tmp_path, "llama.cpp", 1, LLAMA, check="llama.cpp", pairs="0-2,5")
     assert result["checked"] == "not checked there: pip install -e '.[engines]'"
+    assert result["rotated_pairs"] == 4
     before = (tmp_path / "m.gguf").read_bytes()
     with pytest.raises(UsageError, match="--output=.*/m.gguf: is there already"):
         gguf_file.export(str(tmp_path / "run"), str(tmp_path / "m.gguf"))
