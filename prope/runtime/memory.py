@@ -13,6 +13,8 @@ from prope.spec.run import Spec
 # Options of glibc's malloc, which take blocks of any size from a heap that never shrinks.
 _M_MMAP_MAX = -4
 _M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_LARGE = 8  # a program's temporary memory, if it is more than this part of the machine's
 
 
 def step_bytes(memory) -> int:
@@ -39,8 +41,21 @@ def device_bytes(device: jax.Device) -> int | None:
 
 
 def check_memory(compiled: jax.stages.Compiled, remedy: str) -> None:
-    """Raises UsageError where a compiled program needs more memory than a device has."""
-    _check(step_bytes(compiled.memory_analysis()), remedy)
+    """Raises UsageError where a compiled program needs more memory than a device has.
+
+    On a CPU, one that needs much gives it back after every run: in a heap that it shares, a small
+    block may take a piece of it, and the next run would need as much again.
+    """
+    memory = compiled.memory_analysis()
+    _check(step_bytes(memory), remedy)
+    device = jax.local_devices()[0]
+    limit = device_bytes(device)
+    libc = ctypes.CDLL(None)
+    is_large = limit is not None and memory.temp_size_in_bytes * _LARGE > limit
+    if device.platform == "cpu" and is_large and hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(_M_MMAP_MAX, 1 << 16)
+        libc.malloc_trim(0)
 
 
 def check_activations(spec: Spec, remedy: str) -> None:

@@ -174,6 +174,32 @@ def test_a_program_on_a_cpu_runs_again_in_the_memory_of_its_last_run():
     assert int(done.stdout) < 1000, done.stderr  # 81 MB are 19,775 pages
 
 
+# Memory that a program leaves taken whose 81 MB are a large part of a machine of 500 MB, or not.
+LEFT = """
+import sys, jax, jax.numpy as jnp
+from prope.runtime import memory
+memory.reuse_memory()
+memory.device_bytes = lambda device: int(sys.argv[1])
+run = jax.jit(lambda x: jnp.sin(x @ x.T).sum())
+x = jnp.ones((4500, 4))
+memory.check_memory(run.lower(x).compile(), "")
+def taken():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+before = taken()
+run(x).block_until_ready()
+print(taken() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc and /proc")
+@pytest.mark.parametrize(("machine", "is_left"), [(500_000_000, False), (10**12, True)])
+def test_a_program_that_needs_much_of_a_cpu_gives_it_back(machine, is_left):
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, "-c", LEFT, str(machine)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (int(done.stdout) > 60e6) == is_left, done.stderr
+
+
 def test_speed_leaves_out_pauses(clock, tmp_path, spec, monkeypatch):
     """Steps of 10 s, with an evaluation of 1000 s after the second one; 10 GFLOPs a token."""
     spec = spec.replace({"log_every": 1})
