@@ -2,8 +2,9 @@
 
     python configs/results/which_pairs.py WORK [WORK ..] [FIGURE.png]
 
-WORK is what which_pairs.sh left, named as the model. Losses are in nats per token; differences are
-paired by document, with 95 % intervals of each row alone.
+WORK is what which_pairs.sh left, named as the model; the runs that it trained are in `training`.
+Losses are in nats per token; differences are paired by document, with 95 % intervals of each row
+alone.
 """
 
 import hashlib
@@ -39,7 +40,7 @@ class Evaluations:
             digest = hashlib.sha256(pairs["rope_pairs"].encode()).hexdigest()[:12]
             choices.setdefault(digest, {})[name] = True
         for path in sorted(work.glob("**/eval.jsonl")):
-            for record in read_jsonl(path):
+            for record in () if path.parts[-3] == "training" else read_jsonl(path):
                 digest = record.get("changed", {}).get("model.rope_pairs")
                 about = (TEXTS[record["dataset"]], record["seq_len"])
                 names = choices.get(digest, ())
@@ -129,6 +130,25 @@ def losses_as_it_is(model: Evaluations) -> list[str]:
     return rows
 
 
+def training_rows(work: pathlib.Path) -> list[str]:
+    """Loss by steps of training, minus that of the control of the same order of the text.
+
+    Runs are folders of `work`, named as "change_0.25,seed=0"; the control is named "control".
+    """
+    runs = {}
+    for path in sorted(work.glob("*/eval.jsonl")):
+        records = {r["step"]: r for r in read_jsonl(path) if r["seq_len"] == 1024}
+        runs[path.parent.name] = {n: r["loss"] for n, r in records.items()}  # of step 0 the last
+    rows = []
+    for name, losses in runs.items():
+        arm, _, seed = name.partition(",seed=")
+        control = runs[f"control,seed={seed}"]
+        steps = {n: losses[n] - (0 if arm == "control" else control[n]) for n in losses}
+        write = "{:.4f}".format if arm == "control" else signed
+        rows.append(row(arm, seed, *(write(steps[n]) if n in steps else "" for n in (0, 25, 50))))
+    return rows
+
+
 def draw(models: list[Evaluations]) -> Picture:
     """Draws what each rule costs by the share of pairs that rotate, a panel a model and text."""
     cases = [(model, *about) for model in models for about in model.as_it_is]
@@ -172,6 +192,8 @@ def main(arguments: list[str]) -> None:
         for model in models:
             print("\n".join(table(model)))
         print()
+    for work in works:
+        print("\n".join(training_rows(work / "training")))
     if arguments and arguments[-1].endswith(".png"):
         pathlib.Path(arguments[-1]).write_bytes(draw(models).render())
 

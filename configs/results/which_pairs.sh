@@ -51,6 +51,23 @@ amounts() { # articles that choose, instead of 16; and files of Python's library
   python -m prope.evaluate --workdir="$short" "${text[@]}" --split=validation "${at_1024[@]}" "--pairs=$work/source/pairs.json"
 }
 controls() { choose "$short" "${at_1024[@]}" --rule=slow,uniform --keep=0.5; }
+training() { # what 200 steps add, in three orders of the text; the fastest are p-RoPE, the control all pairs
+  local run=$work/training/as_it_is seed name
+  train() { # NAME OVERRIDES
+    python -m prope.train --config=configs/conversion_smollm2.py "--workdir=$work/training/$1,seed=$seed" "--init_from=$run" \
+      "--config.data.tokenizer=$run/tokenizer" "--config.data.data_dir=$data" "--config.seed=$seed" --config.model.scan_layers=True "${@:2}"
+  }
+  [[ -f $run/config.json ]] || python -m prope.import_hf --input="$model" --workdir="$run" --dtype=bfloat16
+  choose "$run" --dataset=wikipedia/20230601.en "--data_dir=$data" --seq_len=1024 --max_windows=1 --rule=change,norm --keep=0.5,0.25
+  for seed in 0 1 2; do
+    train control
+    for name in change_0.5 change_0.25 norm_0.5 norm_0.25; do
+      train "$name" "--config.model.rope_pairs=$run/pairs_${name/_/_head_}.json"
+    done
+    for name in 0.5 0.25; do train "fast_$name" "--config.model.rope_percentage=$name"; done
+    train p_0 --config.model.rope_percentage=0
+  done
+}
 
 parts=("${@:4}")
 ((${#parts[@]})) || parts=(articles source_code long_windows budgets amounts controls)
