@@ -18,13 +18,13 @@ tags: [p-rope]
 # {name}
 
 {parameters:,} parameters of `{hf_class}`, step {step} of a run of prope, on {datasets},
-in windows of {seq_len:,} tokens. {rotation}.
+in windows of {seq_len:,} tokens. {rotation}{share}.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+{tokenizer}
 ```
 
 | engine | |
@@ -34,7 +34,7 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 | MLX (mlx-lm) | {mlx} |
 | llama.cpp | {llama_cpp} |
 
-Checked when it was exported: {checked}.
+Compared with the run, before it was written: {checked}.
 """
 
 
@@ -58,11 +58,17 @@ def write_card(
         datasets=", ".join(source.dataset for _, source in spec.data.weighted_sources()),
         seq_len=spec.data.seq_len,
         rotation=model.describe_rotation(),
+        share=f" (p = {model.rope_percentage})" if model.rope_type == "proportional" else "",
+        tokenizer=(
+            "# The ids of a text are 2, then 4 more than each of its bytes."
+            if spec.data.tokenizer == "byte"
+            else f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
+        ),
         trust=", trust_remote_code=True" if is_custom else "",
         vllm="does not load it" if is_custom else "computes it",
         mlx=f"does not: it has {problem}" if problem else "computes it",
         llama_cpp=llama_cpp,
-        checked=checked or "nothing",
+        checked=checked or "in no engine",
     )
 
 
