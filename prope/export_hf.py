@@ -3,16 +3,17 @@
     python -m prope.export_hf --workdir=runs/quickstart --output=runs/hf
 
 `AutoModelForCausalLM.from_pretrained(DIR)` of transformers 5 loads the result: config.json,
-model.safetensors (above 2 GB, shards and their index), generation_config.json, and the tokenizer's
-files, unless it is byte. The class is the first that computes the run, of Gemma 1 to 4, Llama,
-Qwen 2 and 3, Mistral and SmolLM3; p is the partial_rotary_factor of rope_type proportional.
+model.safetensors (above 2 GB, shards and their index), generation_config.json, the tokenizer's
+files, unless it is byte, and README.md, a model card. The class is the first that computes the run,
+of Gemma 1 to 4, Llama, Qwen 2 and 3, Mistral and SmolLM3; p is the partial_rotary_factor of
+rope_type proportional.
 
 Where key heads, or layers of one kind, rotate different pairs, no class has the rotation:
 `--custom_code` writes modeling_prope.py, too, which `from_pretrained(DIR, trust_remote_code=True)`
 loads.
 
-One shard at a time is in memory, 2 GB or one larger tensor. On a pod, process 0 writes and the
-others wait.
+One shard at a time is in memory, 2 GB or one larger tensor; with --check the whole model, twice. On
+a pod, process 0 writes and the others wait.
 """
 
 import os
@@ -55,5 +56,5 @@ def main() -> dict:
 
 
 if __name__ == "__main__":
-    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed, and a host holds more than a device
+    os.environ["JAX_PLATFORMS"] = "cpu"  # a host holds more than a device
     command.run(main, define_flags, multihost=True, restart_when_stuck=True)

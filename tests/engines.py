@@ -7,9 +7,7 @@ random numbers. A cell is the largest difference of log-probabilities from prope
 prompts of up to 120 tokens; or why the export is refused.
 """
 
-import collections
 import importlib.metadata
-import importlib.util
 import pathlib
 import sys
 import tempfile
@@ -37,20 +35,12 @@ def measure(engine: str, name: str) -> str:
 
 
 def main(names: list[str]) -> None:
-    """Prints a row for every class."""
-    packages = {engine: package for engine, (package, _) in engines.PACKAGES.items()}
-    names = names or [
-        engine
-        for engine, package in packages.items()
-        if importlib.util.find_spec(package.replace("-", "_"))
-    ]
-    versions = [f"{name} {importlib.metadata.version(packages[name])}" for name in names]
+    """Prints a row for every case."""
+    names = names or [engine for engine in engines.PACKAGES if engines.is_there(engine)]
+    versions = [f"{name} {importlib.metadata.version(engines.PACKAGES[name][0])}" for name in names]
     print(f"| class, p | {' | '.join(versions)} |\n|{'---|' * (len(names) + 1)}", flush=True)
-    rows = collections.defaultdict(dict)
     for case in CASES:
-        name, _, p = case.partition(", p=")
-        rows[name][p] = [measure(engine, case) for engine in names]
-        print(f"| {case} | {' | '.join(rows[name][p])} |", flush=True)
+        print(f"| {case} | {' | '.join(measure(engine, case) for engine in names)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -56,9 +56,11 @@ def ask_vllm(export: str, prompts: list[list[int]], texts: list[str]) -> dict[st
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     from vllm import LLM, SamplingParams
 
+    vocab_size = json.loads(pathlib.Path(export, "config.json").read_text())["vocab_size"]
+    count = min(_NUM_COMPARED, vocab_size)
     options = {"dtype": "float32", "enforce_eager": True, "trust_remote_code": True}
     options |= {"max_model_len": max(map(len, prompts)) + 1, "max_num_seqs": 1}
-    model = LLM(export, skip_tokenizer_init=not texts, max_logprobs=_NUM_COMPARED, **options)
+    model = LLM(export, skip_tokenizer_init=not texts, max_logprobs=count, **options)
     sampling = SamplingParams(max_tokens=1, temperature=0, logprobs=_NUM_COMPARED, detokenize=False)
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
     answers = {"tokens": [], "scores": [], "ids": []}

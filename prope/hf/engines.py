@@ -33,7 +33,7 @@ PACKAGES = {
     "llama.cpp": ("xllamacpp", "pip install -e '.[engines]'"),
     "mlx": ("mlx-lm", "pip install -e '.[engines]'"),
     "transformers": ("transformers", "source launch/setup.sh hf"),
-    "vllm": ("vllm", "pip install vllm, in an environment of its own"),
+    "vllm": ("vllm", "pip install vllm, in another environment that has prope, too"),
 }
 # How far log-probabilities may be from the run's, by the dtype of the tensors. With q8_0, llama.cpp
 # rounds activations to 8 bits, too.
@@ -54,7 +54,8 @@ def local_texts(data: DataSpec) -> Iterator[Iterator[bytes]]:
 def is_there(engine: str | None) -> bool:
     """Returns whether an engine is named and installed."""
     package, _ = PACKAGES.get(engine, ("", ""))
-    return bool(package and importlib.util.find_spec(package.replace("-", "_")))
+    needed = ("torch", package) if engine == "transformers" else (package,)
+    return all(name and importlib.util.find_spec(name.replace("-", "_")) for name in needed)
 
 
 def check(
@@ -89,7 +90,8 @@ def check(
     place = f"{engine} ({package} {importlib.metadata.version(package)})"
     if answers["ids"] != ids:
         text = next(t for t, a, b in zip(texts, ids, answers["ids"], strict=True) if a != b)
-        raise RunFailed(f"{place}: it gives other ids for {text[:60]!r}; nothing was written")
+        remedy = "nothing was written: leave out --check, and read the tokenizer otherwise"
+        raise RunFailed(f"{place}: it gives other ids for {text[:60]!r}; {remedy}")
     if not found <= bound:
         problem = f"log-probabilities differ from the run's by {found:.2g}, more than {bound:g}"
         raise RunFailed(f"{place}: {problem}; nothing was written: use another engine")

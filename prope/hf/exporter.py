@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 from etils import epath
 
-from prope.data.tokenizer import SentencePieceTokenizer, load_tokenizer
+from prope.data.tokenizer import load_tokenizer
 from prope.data.vocabulary import split_lines
 from prope.errors import RunFailed, UsageError, log, usage_error
 from prope.hf import config_json, engines
 from prope.hf.families import FAMILIES
 from prope.hf.layout import list_tensors, unread_parameters
-from prope.hf.model_card import write_card
+from prope.hf.model_card import tokenizer_class, write_card
 from prope.hf.tensors import write_tensors
 from prope.hf.tokenizers import special_fields, write_tokenizer
 from prope.inference.opening import keep_pairs
@@ -70,7 +70,7 @@ def export(
     if spec.data.stop_ids:
         special["eos_token_id"] = [special["eos_token_id"], *spec.data.stop_ids]
     texts = {"config.json": hf_config | special, "generation_config.json": special}
-    if hf_config["model_type"] == "qwen2" and isinstance(tokenizer, SentencePieceTokenizer):
+    if tokenizer_class(hf_config["model_type"], tokenizer) != "AutoTokenizer":
         problem = "AutoTokenizer takes Qwen2Tokenizer for it, which gives other ids"
         log.warning("%s: %s; load it by PreTrainedTokenizerFast", output, problem)
     tensors = list_tensors(spec.model, family)
@@ -88,9 +88,11 @@ def export(
             write_tokenizer(spec.data.tokenizer, tokenizer, directory, _lines(spec.data))
             write_tensors(directory, tensors, read, dtype)
             bound = engines.BOUNDS[dtype]
+            if check == "mlx" and hf_config["model_type"] == "gemma3_text":
+                bound = engines.BOUNDS["bfloat16"]  # it multiplies by sqrt(D) in bfloat16
             checked = engines.check(check, run, spec, tokenizer, directory, bound)
             (directory / "README.md").write_text(
-                write_card(target.name, run.step, spec, hf_config, tensors, checked)
+                write_card(target.name, run.step, spec, hf_config, tokenizer, checked)
             )
             return checked
 

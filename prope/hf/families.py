@@ -524,14 +524,14 @@ def write_fields(family: Family, model: ModelSpec, ropes: list[dict]) -> dict:
         regular = repeat_pattern((*[SLIDING] * (period - 1), FULL), len(kinds))
         local = rope_of_kind.get(SLIDING, {"partial_rotary_factor": 1})
         is_alike = kinds == regular and local.get("partial_rotary_factor") == 1
-        # MLX reads it instead of layer_types, 6 where it is absent, and rotates all pairs of layers
-        # with a window: where it would compute something else, it gets a number at which it stops.
+        # MLX reads this, by default 6, instead of layer_types, and rotates all pairs of layers with
+        # a window. Where that would be wrong, a pattern longer than the model makes it stop.
         values["sliding_window_pattern"] = period if is_alike else len(kinds) + 1
     rope = rope_of_kind if family.rotates_by_kind else rotated[0]
     return (
         values
         | dict.fromkeys(_ACTIVATION, ACTIVATIONS[model.activation])
-        | {"rope_parameters": rope, "rope_theta": rope.get("rope_theta", model.max_wavelength)}
+        | {"rope_parameters": rope, "rope_theta": rope.get(FULL, rope)["rope_theta"]}
     )
 
 

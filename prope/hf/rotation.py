@@ -99,9 +99,10 @@ def _write_rope(model: ModelSpec, layer: Layer) -> dict:
     plain = frequencies(H, theta)
     rotated = layer.num_rotated
     if scale == 1 and np.array_equal(freqs, np.where(np.arange(H // 2) < rotated, plain, 0)):
-        # p, or another share of exactly these pairs: the plain one may lose a pair by rounding.
-        shares = (layer.rope_percentage, 2 * rotated / H, (2 * rotated + 1) / H)
-        share = next(p for p in shares if num_rotated_pairs(H, p) == rotated)
+        # p, or another share of exactly these pairs: the plain one may lose a pair by rounding, and
+        # MLX rotates half of int(H p), rounded up.
+        shares = (layer.rope_percentage, 2 * rotated / H, (2 * rotated + 0.5) / H)
+        share = next(p for p in shares if num_rotated_pairs(H, p) == rotated == -(-int(H * p) // 2))
         named = {"rope_type": "proportional", "rope_theta": theta}
         return named | {"partial_rotary_factor": float(share) if rotated else NO_PAIR}
     # JSON has no infinity; after division by 1e30, float32 rotates no pair at any position.

@@ -19,6 +19,7 @@ GEMMA_4 = {"attention_scale": 1.0, "norm_epsilon": 1e-6, "head_dim": 16}
 QWEN_2 = {"qkv_bias": True, "embed_dim": 128}  # MLX has no other head_dim than D / N
 QK_NORM = {"use_qk_norm": True, "qkv_bias": False}
 YARN = {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0, "original_seq_len": 32}
+NTK = {"rope_scaling_type": "ntk", "rope_scaling_factor": 4.0}
 ALL = dict.fromkeys((0, 0.25, 0.75, 1))  # p: an architecture of its own, or why it is refused
 # By name: fields of the model, the architecture, and for some p another, or why there is none.
 CLASSES = {
@@ -49,6 +50,12 @@ ENCODINGS = {
     "reversed": (0.5, LLAMA | {"rope_type": "reversed"}, "llama"),
     "yarn": (1, LLAMA | YARN | {"logit_scale": "yarn"}, "llama"),
     "yarn of p-RoPE": (0.5, LLAMA | YARN, "llama"),
+    "yarn, logits as they are": (1, LLAMA | YARN, "llama"),
+    "an odd share": (0.1, LLAMA, "llama"),  # int(H p) is 3
+    "SmolLM3, windows": (0.75, LLAMA | WINDOWS, "granite_swa"),
+    "Gemma 3, ntk": (1, GEMMA_3 | NTK | {"local_rope_percentage": 1.0}, "gemma3 rotates the first"),
+    "Gemma 3, a cap": (1, GEMMA_3 | {"final_softcap": 10.0}, "gemma3"),
+    "Gemma, a head of its own": (1, {"tied": False}, "gemma has tied=True"),
     "linear": (1, {"rope_scaling_type": "linear", "rope_scaling_factor": 4.0}, "gemma"),
 }
 CASES = ENCODINGS | {
