@@ -13,8 +13,6 @@ and causal attention, 6 L N H T per token. Recomputation is not counted. It is n
 peak is not known. Started on every host of a pod as training is, it measures the step on all their
 devices, and the matmul on one.
 
---attention times the TPU's splash attention for many block sizes, the fastest first.
-
 --rope times `apply_p_rope` beside the paper's listing, each as a multiple of a plain copy, x + 1.
 
 --peer=transformers times a run beside the class of transformers that computes it: the loss of a
@@ -38,12 +36,7 @@ def define_flags() -> None:
         "steps", 10, "timed steps, after two untimed ones; the median counts", lower_bound=1
     )
     flags.DEFINE_boolean("rope", False, "time the rotation alone")
-    flags.DEFINE_boolean("attention", False, "sweep the block sizes of the TPU's attention")
-    flags.DEFINE_list(
-        "shape",
-        ["2", "4096", "8", "256"],
-        "with --rope, --attention: shape B,T,N,H of array or queries",
-    )
+    flags.DEFINE_list("shape", ["2", "4096", "8", "256"], "with --rope: shape B,T,N,H of the array")
     flags.DEFINE_enum(
         "dtype", "float32", ["float32", "bfloat16"], "with --rope: dtype of the array"
     )
@@ -58,17 +51,13 @@ def define_flags() -> None:
 
 def main() -> dict:
     """Measures; returns the times."""
-    from prope.cost.bench import bench_attention, bench_rope, bench_step
+    from prope.cost.bench import bench_rope, bench_step
     from prope.runtime import processes
 
     _refuse_other_modes()
-    if FLAGS.attention or FLAGS.rope:
-        shape = _parse_shape()
-        processes.check_count()
-    if FLAGS.attention:
-        return processes.call_on_first(lambda: bench_attention(shape))
     if FLAGS.rope:
-        arguments = (shape, FLAGS.dtype, FLAGS.rope_percentage)
+        arguments = (_parse_shape(), FLAGS.dtype, FLAGS.rope_percentage)
+        processes.check_count()
         return processes.call_on_first(lambda: bench_rope(*arguments))
     if FLAGS.peer:
         from prope.hf.peer import bench_peer
@@ -78,14 +67,14 @@ def main() -> dict:
         arguments = (FLAGS.workdir, FLAGS.seq_len, FLAGS.sequences, FLAGS.steps)
         return processes.call_on_first(lambda: bench_peer(*arguments))
     if FLAGS.config is None:
-        what = "its training step, or --rope, --attention or --peer"
+        what = "its training step, or --rope or --peer"
         raise UsageError(f"prope.bench needs --config=FILE to measure {what}")
     return bench_step(command.read_spec(), FLAGS.steps)
 
 
 def _refuse_other_modes() -> None:
     """Raises UsageError where flags of two kinds of measurement are given."""
-    modes = [f"--{name}" for name in ("rope", "attention", "peer", "config") if FLAGS[name].value]
+    modes = [f"--{name}" for name in ("rope", "peer", "config") if FLAGS[name].value]
     if len(modes) > 1:
         raise UsageError(f"{' and '.join(modes)} measure different things; give one of them")
     if not FLAGS.peer:

@@ -47,31 +47,6 @@ def test_the_command_prints_multiples_of_a_copy(run_command):
         assert min(result[name].values()) > 0
 
 
-def test_a_sweep_of_attention_ranks_the_blocks_that_compile(monkeypatch):
-    device = SimpleNamespace(platform="tpu", device_kind="TPU v5")
-    monkeypatch.setattr(bench.jax, "devices", lambda: [device])
-    timed = []
-
-    def medians(programs, rounds, *arrays):
-        ((blocks, program),) = programs.items()
-        timed.append(blocks)
-        if len(timed) == 1:
-            gradients = jax.eval_shape(program, *arrays)
-            assert [x.shape[-2:] for x in gradients] == [(256, 128)] * 3
-        if len(timed) == 3:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: vmem")
-        return {blocks: 100.0 - len(timed)}
-
-    monkeypatch.setattr(bench, "medians", medians)
-    result = bench.bench_attention((1, 256, 2, 128))
-    table = result["blocks"]
-    seconds = [row["seconds"] for row in table]
-    assert seconds == sorted(seconds)
-    assert result["best"] == table[0]
-    assert len(table) == len(timed) - 1 > 20
-    assert all(row["keys_at_once"] <= row["keys"] for row in table)
-
-
 def test_one_result_of_the_matmuls_is_alive():
     """64 results of 8192 x 8192, 17 GB, would count as the step's peak, or not fit."""
 
@@ -162,7 +137,6 @@ REFUSED = [
     (["--peer=transformers"], "--workdir"),
     (["--rope", "--peer=transformers"], "--peer"),
     (["--rope", "--seq_len=64"], "--seq_len"),
-    (["--attention"], "--attention"),
     (["--rope", "--shape=1,2"], "--shape=1,2"),
     (["--rope", "--shape=1,64,2,63"], "--shape=1,64,2,63"),
     (["--rope", "--shape=-1,64,2,x"], "--shape=-1,64,2,x"),
