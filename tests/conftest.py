@@ -24,6 +24,9 @@ from support.forks import Command
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded
+# Threads of torch and NumPy wait for one another: two of each worker on two cores take five times
+# what one takes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["MPLBACKEND"] = "agg"  # a notebook names one that is not installed here
 # A script's `pytest &` ignores Ctrl-C, and so would the commands that the tests stop by it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -58,7 +58,9 @@ def test_3_1_one_key_is_largest_at_the_distance_asked_for(p, distance):
 def curve(queries, keys, positions, p):
     """Logits of queries at 0 and keys [draw, H] at positions [.., T]: mean, its standard error."""
     draws, H = keys.shape
-    keys = np.float32(np.repeat(keys[:, None, None], positions.shape[-1], axis=1))
+    T = positions.shape[-1]
+    keys = np.float32(np.repeat(keys[:, None, None], T, axis=1))
+    positions = np.broadcast_to(positions, (draws, T))
     rotated = apply_p_rope(keys, positions, H, rope_percentage=p)
     logits = np.einsum("BH,BTNH->BT", queries, np.asarray(rotated, np.float64)) / math.sqrt(H)
     return logits.mean(0), logits.std(0, ddof=1) / math.sqrt(draws)

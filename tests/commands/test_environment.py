@@ -36,7 +36,7 @@ HARMLESS = {
     "JAX_ENABLE_CHECKS": "1",
     "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0",
     "PYTHONHASHSEED": "7",
-    "OMP_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "2",
     "OPENBLAS_NUM_THREADS": "1",
     "LC_ALL": "C",
     "TZ": "Asia/Kathmandu",

@@ -127,21 +127,18 @@ def read_as_numpy(workdir) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
-@pytest.mark.parametrize(("devices", "tensor"), [(8, 2), (2, 1)])
-def test_saved_on_many_devices_restored_on_fewer_and_as_numpy(
-    straight, train, tmp_path, devices, tensor
-):
-    short = (f"--config.mesh.tensor={tensor}", "--stop_at_step=2")
-    saved = train(tmp_path / "run", *WIDE, *short, devices=devices)
+def test_saved_on_four_devices_restored_on_fewer_or_more_and_as_numpy(straight, train, tmp_path):
+    short = ("--config.mesh.tensor=2", "--stop_at_step=2")
+    saved = train(tmp_path / "run", *WIDE, *short, devices=4)
     assert saved.code == 0, saved.stderr
     assert saved.result["init_hash"] == straight[1]["init_hash"]
     whole = read_as_numpy(tmp_path / "run")
     assert len(whole) > 5
     assert all(type(leaf) is np.ndarray for leaf in whole.values())
-    for fewer in (1, 2, 4):
-        output = tmp_path / f"{fewer}.npz"
-        env = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices_flags(fewer)}
-        command = [sys.executable, "-c", READ, tmp_path / "run", str(fewer), output]
+    for devices in (1, 2, 8):
+        output = tmp_path / f"{devices}.npz"
+        env = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices_flags(devices)}
+        command = [sys.executable, "-c", READ, tmp_path / "run", str(devices), output]
         subprocess.run(command, env=env, check=True, timeout=600)
         restored = np.load(output)
         assert set(restored) == set(whole)
