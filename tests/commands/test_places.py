@@ -92,7 +92,6 @@ PLACES = [
     ("prope.import_hf", ("input", "workdir", "tokenizer")),
     ("prope.bench", ("workdir",)),
     ("prope.check_port", ("values",)),
-    ("prope.data.inspect", ("plot",)),
     ("prope.data.train_tokenizer", ("output",)),
     ("launch.sweep", ("workdir", "init_from")),
 ]
@@ -115,7 +114,7 @@ def test_a_place_that_a_library_would_misread_is_refused(text):
     assert str(caught.value).isprintable()
 
 
-WRITTEN = ("--workdir", "--output", "--sweep", "--plot", "config.data.cache_dir")
+WRITTEN = ("--workdir", "--output", "--sweep", "config.data.cache_dir")
 
 
 @pytest.mark.parametrize("character", "[]*?")
