@@ -2,7 +2,6 @@
 
     python -m prope.bench --config=configs/quickstart.py
     python -m prope.bench --rope
-    python -m prope.bench --workdir=runs/quickstart --peer=transformers
 
 It times warm steps of the real training step on random tokens, alternating with a plain matmul of
 the model's dtype. `matmul_fraction` is the model's FLOPs per second divided by the matmul's, and so
@@ -14,12 +13,6 @@ peak is not known. Started on every host of a pod as training is, it measures th
 devices, and the matmul on one.
 
 --rope times `apply_p_rope` beside the paper's listing, each as a multiple of a plain copy, x + 1.
-
---peer=transformers times a run beside the class of transformers that computes it: the loss of a
-batch, a training step on it, prefill, and prefill with 64 new tokens. Both have the same weights
-and AdamW with clipped gradients, on a CPU float32 and as many threads, on a GPU float32 parameters
-and bfloat16 matmuls, and are called in turns. It needs the extra `hf`, and on a GPU memory that
-JAX leaves to torch: XLA_PYTHON_CLIENT_MEM_FRACTION=0.45.
 """
 
 from absl import flags
@@ -40,12 +33,6 @@ def define_flags() -> None:
     flags.DEFINE_enum(
         "dtype", "float32", ["float32", "bfloat16"], "with --rope: dtype of the array"
     )
-    command.define_place("workdir", "with --peer: directory of the run")
-    flags.DEFINE_enum("peer", None, ["transformers"], "time a run beside this program")
-    flags.DEFINE_integer(
-        "seq_len", None, "with --peer: tokens of the sequence; the run's by default", lower_bound=2
-    )
-    flags.DEFINE_integer("sequences", 1, "with --peer: sequences of the batch", lower_bound=1)
     flags.DEFINE_float("rope_percentage", 0.75, "with --rope: p", lower_bound=0.0, upper_bound=1.0)
 
 
@@ -54,33 +41,15 @@ def main() -> dict:
     from prope.cost.bench import bench_rope, bench_step
     from prope.runtime import processes
 
-    _refuse_other_modes()
     if FLAGS.rope:
+        if FLAGS.config is not None:
+            raise UsageError("--rope and --config measure different things; give one of them")
         arguments = (_parse_shape(), FLAGS.dtype, FLAGS.rope_percentage)
         processes.check_count()
         return processes.call_on_first(lambda: bench_rope(*arguments))
-    if FLAGS.peer:
-        from prope.hf.peer import bench_peer
-
-        if FLAGS.workdir is None:
-            raise UsageError(f"--peer={FLAGS.peer} needs --workdir=W, a run to time")
-        arguments = (FLAGS.workdir, FLAGS.seq_len, FLAGS.sequences, FLAGS.steps)
-        return processes.call_on_first(lambda: bench_peer(*arguments))
     if FLAGS.config is None:
-        what = "its training step, or --rope or --peer"
-        raise UsageError(f"prope.bench needs --config=FILE to measure {what}")
+        raise UsageError("prope.bench needs --config=FILE to measure its training step, or --rope")
     return bench_step(command.read_spec(), FLAGS.steps)
-
-
-def _refuse_other_modes() -> None:
-    """Raises UsageError where flags of two kinds of measurement are given."""
-    modes = [f"--{name}" for name in ("rope", "peer", "config") if FLAGS[name].value]
-    if len(modes) > 1:
-        raise UsageError(f"{' and '.join(modes)} measure different things; give one of them")
-    if not FLAGS.peer:
-        for name in ("workdir", "seq_len", "sequences"):
-            if FLAGS[name].present:
-                raise UsageError(f"--{name} is of --peer=transformers; add that, or leave it out")
 
 
 def _parse_shape() -> tuple[int, ...]:

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from support.text import articles, data_config, read_tokens, refusal, write_lines
+from support.text import articles, data_config, read_tokens, write_lines
 
 from prope.data import view
 from prope.data.tokenizer import load_tokenizer
