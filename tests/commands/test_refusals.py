@@ -200,28 +200,6 @@ def test_what_needs_no_jax_is_checked_before_jax_is_imported(tmp_path, module, a
     assert not (tmp_path / "W").exists()
 
 
-@pytest.mark.parametrize("platforms", [None, ""])
-def test_the_cpu_is_chosen_before_jax_is_imported(tmp_path, platforms):
-    """Else JAX's packages for devices that are not here log errors."""
-    (tmp_path / "jax.py").write_text("import os\nraise SystemExit(os.environ['JAX_PLATFORMS'])\n")
-    (tmp_path / "libtpu.py").touch()
-    env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
-    env |= {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    if platforms is not None:
-        env["JAX_PLATFORMS"] = platforms
-    if command.accelerators():
-        pytest.skip("there are devices here")
-    done = subprocess.run(
-        [sys.executable, "-m", "prope.train", CONFIG, "--workdir=W"],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.stderr == "cpu\n"
-
-
 # --- Fields of a config -----------------------------------------------------------------------
 
 # Every field is to be named with its value.

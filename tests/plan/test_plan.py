@@ -254,13 +254,6 @@ def test_the_size_in_a_compiler_s_error_is_read(message, size):
 
 @pytest.mark.slow
 @needs_cuda
-def test_gemma_300m_fits_one_gpu(plan):
-    page = f"--config={ROOT}/configs/gemma_300m_wiki.py"
-    assert plan("--topology=h100:1", config=page).result["fits"]
-
-
-@pytest.mark.slow
-@needs_cuda
 def test_gemma_2b_fits_nodes_of_gpus_and_exchanges_beside_the_matmuls(plan):
     page = f"--config={ROOT}/configs/gemma_2b_wiki.py"
     nodes = ("--topology=h100:8x8", "--config.accumulation=4")

@@ -225,9 +225,17 @@ LEFT_BEHIND = {
     "OMPI_COMM_WORLD_RANK": "3",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911",
-    **{"PMI_SIZE": "4", "PMI_RANK": "3", "PMI_FD": "7", "PMIX_RANK": "3"},
-    **{"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "3", "SLURM_LOCALID": "3"},
-    **{"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "void", "JAX_PLATFORMS": ""},
+    "PMI_SIZE": "4",
+    "PMI_RANK": "3",
+    "PMI_FD": "7",
+    "PMIX_RANK": "3",
+    "SLURM_JOB_ID": "7",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "3",
+    "CUDA_VISIBLE_DEVICES": "",
+    "NVIDIA_VISIBLE_DEVICES": "void",
+    "JAX_PLATFORMS": "",
 }
 
 
