@@ -104,7 +104,6 @@ def test_a_peer_that_is_lost_while_saving_is_no_fault_of_the_storage(
     ("error", "code"),
     [
         (OSError(errno.EIO, "Input/output error"), 76),
-        (OSError(errno.EHOSTUNREACH, "No route to host"), 76),
         (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), 76),
         (HttpError({"code": 503, "message": "Service Unavailable"}), 76),
         (ValueError("UNAVAILABLE: Error reading gs://bucket/x: Service Unavailable"), 76),
@@ -112,7 +111,6 @@ def test_a_peer_that_is_lost_while_saving_is_no_fault_of_the_storage(
         (jax.errors.JaxRuntimeError(OUT_OF_MEMORY), 1),
         (MemoryError("Unable to allocate 7.45 GiB for an array"), 1),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1),
-        (OSError(errno.ENAMETOOLONG, "File name too long"), 1),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -175,8 +173,6 @@ def test_gpus_that_nobody_uses(monkeypatch, visible, count):
         ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": ""}, "1"),
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, "auto"),
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, "1"),
-        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}, "1"),
-        ({"PMI_SIZE": "4", "PMI_RANK": "3", "PMIX_RANK": "3"}, "1"),
         ({}, "1"),
     ],
 )
