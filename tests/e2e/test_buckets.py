@@ -39,16 +39,10 @@ def uploaded(whole, bucket):
 
 
 @pytest.fixture(scope="module")
-def straight(once, train):
+def straight(train_once):
     """A run of 20 steps on disk, undisturbed."""
-
-    def make(directory):
-        outcome = train(directory / "run", *STEPS)
-        assert outcome.code == 0, outcome.stderr
-        return outcome.result
-
-    directory, result = once("straight20", make)
-    return epath.Path(directory) / "run", result
+    workdir, result = train_once("straight20", *STEPS)
+    return epath.Path(workdir), result
 
 
 @pytest.fixture

@@ -34,18 +34,13 @@ ENDLESS = "--config.num_steps=100000"
 
 
 @pytest.fixture
-def start_pod(start_command):
+def start_pod(start_pod):
     """Starts two processes of prope.train, with two devices each, on one workdir or on two."""
 
     def start(workdir, *arguments, patch=""):
         workdirs = workdir if isinstance(workdir, list) else [workdir] * 2
-        started = []
-        for path, environment in zip(workdirs, pod_environments(), strict=True):
-            words = [CONFIG, f"--workdir={path}", *arguments]
-            started.append(
-                start_command("prope.train", *words, devices=2, patch=patch, **environment)
-            )
-        return started
+        flags = [f"--workdir={path}" for path in workdirs]
+        return start_pod("prope.train", CONFIG, flags, *arguments, patch=patch)
 
     return start
 
@@ -57,16 +52,9 @@ def run_pod(start_pod):
 
 
 @pytest.fixture(scope="module")
-def straight(once, train):
+def straight(train_once):
     """60 steps in one go by one process with one device: (workdir, what the command printed)."""
-
-    def make(directory):
-        outcome = train(directory / "run", *STEPS_60)
-        assert outcome.code == 0, outcome.stderr
-        return outcome.result
-
-    directory, result = once("straight60", make)
-    return directory / "run", result
+    return train_once("straight60", *STEPS_60)
 
 
 def test_a_run_that_moves_from_two_processes_to_four_devices_to_one(
