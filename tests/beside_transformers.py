@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prope import model, parameters
-from prope.cost import flops
+from prope import model
 from prope.cost.bench import medians, random_batch
 from prope.hf.exporter import export
 from prope.inference import generation
@@ -75,10 +74,8 @@ def measure(workdir: str, seq_len: int | None, sequences: int, rounds: int) -> d
         "device": jax.devices()[0].device_kind,
         "threads": threads,
         "dtype": spec.model.dtype,
-        "parameters": parameters.count(spec.model),
         "sequences": sequences,
         "seq_len": spec.data.seq_len,
-        "model_flops_per_token": flops.model_flops_per_token(spec.model, spec.data.seq_len),
         "losses": losses,
         "seconds": seconds,
     }

@@ -896,19 +896,6 @@ def test_rounding_is_no_deviation(sweep, losses, deviation):
     assert "distinguishable" not in text.replace("cannot tell", "")
 
 
-def test_one_of_something_is_no_plural(sweep, undrawn):
-    """A single comparison and contrast, declared when a single run had a result."""
-    for path in sweep.glob("rope_percentage=0.25,*"):
-        shutil.rmtree(path)
-    comparisons.declare(sweep, sweep, ["p=0,p=1"])
-    path = sweep / "contrasts.jsonl"
-    write_lines(path, [record | {"evaluated": 1} for record in read_lines(path)])
-    sweep_page.report_sweep(sweep)
-    text = Page(sweep / "report/index.html").text
-    assert "when 1 run had" in text
-    assert not re.search(r"\b1 (runs|seeds|comparisons|contrasts|windows)\b", text)
-
-
 # --- Losses by length, with and without what is far back ------------------------------------------
 
 # Losses with a window minus those without, by seed: the second is the best.

@@ -212,8 +212,6 @@ PORTS = {
         "distance": c.n,
     },
     "interleaved lanes: lane 2k pairs with 2k + 1": lambda c: {"distance": 0},
-    "the exponent lacks its factor of 2": lambda c: {"width": 2 * c.d},
-    "p is the share that is not rotated": lambda c: {"n": int((1 - c.p) * c.d // 2)},
     "p is ignored: every pair is rotated": lambda c: {"n": c.d // 2},
     "nothing is rotated, as where p is read as a percentage": lambda c: {
         "n": int(c.p / 100 * c.d // 2)
@@ -221,13 +219,6 @@ PORTS = {
     "the number of rotated pairs is rounded up": lambda c: {"n": -int(-c.p * c.d // 2)},
     "max_wavelength is 10000 for every case": lambda c: {"theta": 1e4},
     "bfloat16 angles": lambda c: {"round_angles": bfloat16},
-    "bfloat16 positions, frequencies and angles": lambda c: {
-        "m": bfloat16(c.m),
-        "round_freqs": bfloat16,
-        "round_angles": bfloat16,
-    },
-    "positions begin one too high": lambda c: {"m": c.m + 1},
-    "the rotation is applied twice": lambda c: {"m": 2 * c.m},
     "the rotation has the wrong direction": lambda c: {"m": -c.m},
     IN_PLACE: lambda c: {"in_place": True},
     ROTATED_FIRST: lambda c: {"rotated_first": True},
@@ -267,7 +258,6 @@ def ported(port, name, dtype=np.float64, table=np.asarray, sign=1):
         distance=d // 2,
         factor=case.get("rope_scaling_factor", 1),
         stored=None,
-        round_freqs=np.asarray,
         round_angles=np.asarray,
         table=table,
         exchanged=False,
@@ -276,7 +266,7 @@ def ported(port, name, dtype=np.float64, table=np.asarray, sign=1):
     )
     vars(c).update(port(c))
     first = np.arange(c.stored or c.n)  # the other pairs are stored with frequency 0, or not at all
-    freqs = c.round_freqs(c.theta ** (-2 * first / c.width) / c.factor * (first < c.n))
+    freqs = c.theta ** (-2 * first / c.width) / c.factor * (first < c.n)
     angles = c.round_angles(c.m[:, None] * freqs).astype(dtype)
     cos = c.table(np.cos(angles)).astype(np.float64)
     sin = c.table(np.sin(angles)).astype(np.float64)

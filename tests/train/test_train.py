@@ -27,7 +27,7 @@ from prope.inference.losses import LossEvaluation
 from prope.workdir import metrics
 from prope.workdir.checkpoints import Checkpoints
 from prope.workdir.hashes import hash_arrays
-from prope.workdir.run import check_disk, open_run, read_config
+from prope.workdir.run import open_run, read_config
 
 EVERY_STEP = "--config.log_every=1"
 
@@ -291,12 +291,6 @@ def test_bad_input_gets_one_line_before_a_device_is_touched(train, run_command, 
     check_refused(run_command("prope.train", CONFIG, **nowhere), "--workdir", workdir)
 
 
-def test_a_batch_that_the_devices_cannot_divide(train, tmp_path):
-    outcome = train(tmp_path / "runs" / "a", "--config.batch_size=12", devices=8)
-    assert "config.batch_size=12" in outcome.error
-    assert not (tmp_path / "runs/a").exists()
-
-
 def test_a_directory_of_another_run_is_refused_and_left_alone(whole, train):
     workdir, _ = whole
     before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
@@ -329,12 +323,3 @@ def test_what_a_reader_cannot_find(whole, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(values))
     (tmp_path / "checkpoints").symlink_to(workdir / "checkpoints")
     assert "model.rope_percentage: 0.75, not 1.0" in refusal(lambda: open_run(tmp_path))
-
-
-def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
-    usage = type("Usage", (), {"free": 5_000_000})
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(
-        UsageError, match="the disk is full: a checkpoint needs 9 MB and 5 MB are free"
-    ):
-        check_disk(tmp_path, 9_000_000)
