@@ -23,7 +23,7 @@ def spec(tmp_path):
 
 
 def test_the_rows_of_a_batch_are_shown(spec, capsys):
-    result = view.show_batch(spec, 20, 3, None)
+    result = view.show_batch(spec, 20, 3)
     text = capsys.readouterr().out
     assert (result["step"], result["rows"], result["seq_len"]) == (20, 3, 64)
     windows = Windows(spec.data, 260, "train")
