@@ -17,7 +17,6 @@ import re
 import signal
 import sys
 import textwrap
-import threading
 import traceback
 from collections.abc import Callable, Sequence
 
@@ -76,7 +75,6 @@ def run(
     if not flags.FLAGS.is_parsed():  # else `prepare` was called before other imports
         prepare(define_flags, main.__globals__["__doc__"], uses_devices)
     _on_ctrl_c(_interrupt)
-    sys.unraisablehook = _interrupt_later
     try:
         # From here on the imports import JAX.
         if uses_devices:
@@ -204,15 +202,6 @@ def _interrupt(_number: int, _frame) -> None:
     """Raises KeyboardInterrupt once; another Ctrl-C ends the process."""
     _on_ctrl_c(signal.SIG_DFL)
     raise KeyboardInterrupt
-
-
-def _interrupt_later(ignored) -> None:
-    """Repeats a Ctrl-C that was ignored, as in a callback of the garbage collector."""
-    if isinstance(ignored.exc_value, KeyboardInterrupt):
-        _on_ctrl_c(_interrupt)
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
-    else:
-        sys.__unraisablehook__(ignored)
 
 
 def define_place(name: str, help: str, by_seed: bool = False) -> None:

@@ -24,6 +24,9 @@ from support.forks import Command
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded
+# Threads of torch and NumPy wait for one another: two of each worker on two cores take five times
+# what one takes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["MPLBACKEND"] = "agg"  # a notebook names one that is not installed here
 # A script's `pytest &` ignores Ctrl-C, and so would the commands that the tests stop by it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -182,16 +185,40 @@ def train(run_command):
 
 
 @pytest.fixture(scope="session")
-def trained(once, train):
-    """A run of 20 steps, saved at 10 and 20, which no test may change: (workdir, result)."""
+def start_pod(start_command):
+    """Starts two processes with two devices each; a list of arguments is one for each."""
+    from support.processes import pod_environments
 
-    def make(directory):
-        outcome = train(directory / "run", "--config.log_every=1")
-        assert outcome.code == 0, outcome.stderr
-        return outcome.result
+    def start(module, *arguments, patch=""):
+        started = []
+        for process, environment in enumerate(pod_environments()):
+            words = [each[process] if isinstance(each, list) else each for each in arguments]
+            started.append(start_command(module, *words, devices=2, patch=patch, **environment))
+        return started
 
-    directory, result = once("trained", make)
-    return directory / "run", result
+    return start
+
+
+@pytest.fixture(scope="session")
+def train_once(once, train):
+    """Trains a run of a name, which no test may change: (workdir, result)."""
+
+    def run(name, *arguments):
+        def make(directory):
+            outcome = train(directory / "run", *arguments)
+            assert outcome.code == 0, outcome.stderr
+            return outcome.result
+
+        directory, result = once(name, make)
+        return directory / "run", result
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def trained(train_once):
+    """A run of 20 steps, saved at 10 and 20: (workdir, result)."""
+    return train_once("trained", "--config.log_every=1")
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,6 @@
-"""Times the step, the rotation or a TPU's attention; `prope.bench` says what the figures mean."""
+"""Times the step or the rotation; `prope.bench` says what the figures mean."""
 
 import functools
-import itertools
-import operator
 import statistics
 import time
 from collections.abc import Callable
@@ -13,9 +11,7 @@ import numpy as np
 
 from prope import parameters, sharding
 from prope.cost import flops
-from prope.errors import UsageError, first_line, log, usage_error
-from prope.kernels.mask import CAUSAL
-from prope.kernels.splash import Blocks, choose_blocks, splash
+from prope.errors import log
 from prope.rope import apply_p_rope
 from prope.runtime import xla_flags
 from prope.runtime.memory import step_bytes
@@ -105,56 +101,6 @@ def _rotation_programs(rotate: Callable, cotangent: jax.Array) -> dict[str, Call
         "forward_backward": jax.jit(jax.value_and_grad(weighted_sum)),
         "output_and_gradient": jax.jit(output_and_gradient),
     }
-
-
-def bench_attention(shape: Shape) -> dict:
-    """Times splash attention and its gradient for many block sizes of a TPU.
-
-    It is multi-query attention of queries [B, T, N, H], in bfloat16.
-    """
-    B, T, N, H = shape
-    device = jax.devices()[0]
-    if device.platform != "tpu":
-        raise UsageError(
-            "--attention sweeps blocks of the TPU's splash attention, and this is a "
-            f"{device.platform}"
-        )
-    query = jax.random.normal(jax.random.key(0), (B, 1, N, T, H), jnp.bfloat16)
-    key = query[:, :, 0]
-    seconds = {}
-    for blocks in _candidate_blocks(choose_blocks(device.device_kind, H)):
-        program = _attention_gradient(blocks, T)
-        try:
-            seconds |= medians({blocks: program}, 5, query, key, key)
-        except jax.errors.JaxRuntimeError as error:  # they need more VMEM than there is
-            log.info("%s: %s", blocks, first_line(error))
-        else:
-            log.info("%s: %.2f ms", blocks, 1e3 * seconds[blocks])
-    if not seconds:
-        text = ",".join(map(str, shape))
-        raise usage_error("--shape", text, "no blocks of splash attention compile for it")
-    table = [{**blocks._asdict(), "seconds": value} for blocks, value in seconds.items()]
-    table.sort(key=operator.itemgetter("seconds"))
-    return {"device": device.device_kind, "shape": list(shape), "best": table[0], "blocks": table}
-
-
-def _candidate_blocks(chosen: Blocks) -> list[Blocks]:
-    sizes = (512, 1024, 2048)
-    at_once = (512, 2048)
-    fused_bytes = (2**40, 0)
-    sweep = itertools.product(sizes, sizes, at_once, at_once, fused_bytes)
-    candidates = dict.fromkeys([chosen, *itertools.starmap(Blocks, sweep)])
-    return [b for b in candidates if max(b.keys_at_once, b.keys_at_once_backward) <= b.keys]
-
-
-def _attention_gradient(blocks: Blocks, T: int) -> Callable:
-    positions = np.arange(T)[None]
-
-    def loss(query, key, value):
-        attended = splash(query, key, value, CAUSAL, positions, rank=0, blocks=blocks)
-        return attended.astype(jnp.float32).sum()
-
-    return jax.jit(jax.grad(loss, (0, 1, 2)))
 
 
 def bench_step(spec: Spec, steps: int) -> dict:

@@ -1,6 +1,6 @@
 """Shows a training batch as the model reads it, and how long the training documents are.
 
-    python -m prope.data.inspect --config=configs/quickstart.py --step=12 --plot=lengths.png
+    python -m prope.data.inspect --config=configs/quickstart.py --step=12
 
 Row by row: the text of every document, and the tokens around its borders with positions, targets
 and loss weights.
@@ -19,7 +19,6 @@ def define_flags() -> None:
         "step", 0, "show the batch that a checkpoint of this step reads next", lower_bound=0
     )
     flags.DEFINE_integer("rows", 2, "rows of the batch to show", lower_bound=1)
-    command.define_place("plot", "draw the lengths of the documents into this file or URL, a .png")
     flags.mark_flags_as_required(["config"])
 
 
@@ -27,7 +26,7 @@ def main() -> dict:
     """Prints the batch; returns what it holds."""
     from prope.data.view import show_batch
 
-    return show_batch(command.read_spec(), FLAGS.step, FLAGS.rows, FLAGS.plot)
+    return show_batch(command.read_spec(), FLAGS.step, FLAGS.rows)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
 """Shows a training batch as text, and how long documents are; what `prope.data.inspect` prints."""
 
-import io
 import itertools
 import textwrap
 from collections.abc import Iterator
 
 import numpy as np
-from etils import epath
 
 from prope.data.batch import Batch
 from prope.data.mixture import open_windows
@@ -14,8 +12,6 @@ from prope.data.store.arrays import Store, retry_tokens
 from prope.data.tasks.windows import GeneratedWindows
 from prope.data.tokenizer import load_tokenizer, token_name
 from prope.data.windows import train_batch
-from prope.errors import usage_error
-from prope.runtime.files import write_output
 from prope.spec.run import Spec
 
 _LINE_WIDTH = 110  # columns of text
@@ -25,22 +21,17 @@ MEASURED_TOKENS = 2**26  # the documents of a longer store are measured up to he
 _QUANTILES = {"shortest": 0, "p10": 0.1, "median": 0.5, "p90": 0.9, "longest": 1}
 
 
-def show_batch(spec: Spec, step: int, rows: int, plot: str | None) -> dict:
-    """Prints rows of a batch, and draws document lengths into `plot`.
-
-    Returns what the command prints last.
-    """
+def show_batch(spec: Spec, step: int, rows: int) -> dict:
+    """Prints rows of a batch; returns what the command prints last."""
     data = spec.data
     windows = open_windows(data, spec.model.vocab_size, "train")
     rows = min(rows, spec.batch_size)
     batch = train_batch(windows, spec.seed, spec.batch_size, step, range(rows))
     _print_rows(spec, windows, step, batch)
     sources = []
-    lengths = {}
     for weight, source in zip(windows.weights, windows.sources, strict=True):
         if not isinstance(source, GeneratedWindows):
             measured = document_lengths(source.store)
-            lengths[source.name] = measured
             quantiles = np.quantile(measured, list(_QUANTILES.values()), method="nearest")
             sources.append(
                 {
@@ -51,11 +42,6 @@ def show_batch(spec: Spec, step: int, rows: int, plot: str | None) -> dict:
                     "longer_than_window": round(float((measured > data.seq_len).mean()), 4),
                 }
             )
-    if plot and not lengths:
-        problem = f"{data.dataset} has no documents whose lengths could be drawn"
-        raise usage_error("--plot", plot, problem, "remove it")
-    if plot:
-        draw_lengths(lengths, data.seq_len, plot)
     return {
         "step": step,
         "rows": rows,
@@ -66,7 +52,6 @@ def show_batch(spec: Spec, step: int, rows: int, plot: str | None) -> dict:
         "weight_share": round(float(batch["weights"].mean()), 4),
         "sources": sources,
         "fingerprint": windows.store.fingerprint,
-        "plot": plot,
     }
 
 
@@ -159,27 +144,3 @@ def document_lengths(store: Store) -> np.ndarray:
     if total < tokens.shape[0] and len(starts) > 1:  # where the last one ends is not known
         return np.diff(starts)
     return np.diff(starts, append=total)
-
-
-def draw_lengths(lengths: dict[str, np.ndarray], seq_len: int, path: str) -> None:
-    """Draws a histogram of the document lengths of every source."""
-    import matplotlib.figure
-
-    pooled = np.concatenate(list(lengths.values()))
-    edges = np.geomspace(pooled.min(), pooled.max() + 1, 49)
-    image = io.BytesIO()
-    image_format = epath.Path(path).suffix[1:] or "png"
-    with matplotlib.rc_context({"text.parse_math": False}):  # a path may have a $
-        figure = matplotlib.figure.Figure(figsize=(7, 4.2), layout="constrained")
-        axes = figure.subplots()
-        for name, values in lengths.items():
-            shares = np.full(len(values), 1 / len(values))
-            axes.hist(values, edges, weights=shares, label=name, histtype="step")
-        axes.axvline(seq_len, color="grey", ls="--", label=f"a window, {seq_len:,}")
-        axes.set(xscale="log", xlabel="length of a document (tokens)", ylabel="share of documents")
-        axes.legend()
-        try:
-            figure.savefig(image, format=image_format, dpi=150, metadata={"Software": None})
-        except ValueError as error:
-            raise usage_error("--plot", path, f"cannot be written: {error}") from error
-    write_output("plot", path, image.getvalue())

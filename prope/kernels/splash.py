@@ -74,16 +74,7 @@ def _compact_mask(kind: type) -> type:
     return Mask
 
 
-def splash(
-    query,
-    key,
-    value,
-    mask: Mask,
-    positions,
-    rank,
-    cap: float | None = None,
-    blocks: Blocks | None = None,
-):
+def splash(query, key, value, mask: Mask, positions, rank, cap: float | None = None):
     """Attends causally, [B, K, G, T, H] to [B, K, S, H].
 
     Args:
@@ -94,7 +85,6 @@ def splash(
       positions: [C, T], positions in the sequence of the queries of every context rank.
       rank: which of them this device has.
       cap: soft cap on the scores; None: none.
-      blocks: by default those for the chip.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -113,7 +103,7 @@ def splash(
         masks.MultiHeadMask([lazy_mask] * G),
         head_shards=1,
         q_seq_shards=C,
-        block_sizes=_block_sizes(kernel, query, S, C, mask.window, blocks),
+        block_sizes=_block_sizes(kernel, query, S, C, mask.window),
         residual_checkpoint_name="attention_out",
         attn_logits_soft_cap=cap,
     )
@@ -124,11 +114,11 @@ def splash(
     return jax.vmap(over_kv_heads)(query, key, value, segment_ids)
 
 
-def _block_sizes(kernel, query, S: int, C: int, window: int | None, blocks: Blocks | None):
+def _block_sizes(kernel, query, S: int, C: int, window: int | None):
     """Cuts the blocks of a chip to powers of two that divide the rows of a rank."""
     T, H = query.shape[3:]
     device = jax.sharding.get_abstract_mesh().abstract_device
-    blocks = blocks or choose_blocks(getattr(device, "device_kind", ""), H)
+    blocks = choose_blocks(getattr(device, "device_kind", ""), H)
     # Larger blocks than the window would skip few of the keys that it hides.
     largest = S if window is None else 1 << max(9, (window - 1).bit_length())
     chunk = T if C == 1 else T // 2

@@ -1,6 +1,5 @@
-"""Reports on a sweep or other runs: results, the paper's, what is shared, where they trained."""
+"""Reports on a sweep or other runs: results, what is shared, where they trained."""
 
-import pathlib
 from collections.abc import Sequence
 
 from etils import epath
@@ -13,7 +12,6 @@ from prope.pages import interventions, page
 from prope.pages.curves import pictures
 from prope.pages.page import link_to, number
 from prope.pages.run import duration, origin, training_seconds
-from prope.spec.run import Spec
 from prope.sweep import context
 from prope.sweep.comparisons import Comparison, compare_declared, compare_with_reference, declare
 from prope.sweep.interventions import list_changes
@@ -33,33 +31,6 @@ from prope.sweep.runs import (
     table,
     unfinished_entries,
 )
-
-# Perplexity of Gemma 2B trained on 8192 tokens of Wikipedia and of FlanV2, by rope_type, wavelength
-# and p: Barbero et al. (ICLR 2025), Table 2.
-PAPER = {
-    ("proportional", 10_000.0, 0.0): (4.8594, 6.6429),
-    ("proportional", 10_000.0, 0.25): (4.5302, 6.5111),
-    ("proportional", 10_000.0, 0.75): (4.4414, 6.4422),
-    ("proportional", 10_000.0, 1.0): (4.4627, 6.4429),
-    ("proportional", 500_000.0, 1.0): (4.4485, 6.4593),
-    ("reversed", 10_000.0, 0.75): (4.4592, 6.4683),
-    ("partial", 10_000.0, 0.75): (4.4537, 6.4562),
-}
-PAPER_FIELDS = {
-    "model.layer_types": (),
-    "model.rope_scaling_type": "none",
-    "model.logit_scale": "none",
-    "model.use_qk_norm": False,
-    "model.num_layers": 18,
-    "model.embed_dim": 2048,
-    "model.num_heads": 8,
-    "model.num_kv_heads": 1,
-    "model.head_dim": 256,
-    "model.hidden_dim": 16_384,
-    "data.seq_len": 8192,
-}
-# The sources of FlanV2, as configs/gemma_2b_flan.py names folders.
-FLAN = {"flan2021", "t0", "niv2", "cot", "dialog"}
 
 
 def report_sweep(
@@ -194,23 +165,6 @@ def _write(folder: epath.Path, runs: list[Run], **found) -> epath.Path:
     )
 
 
-def paper_result(spec: Spec) -> tuple[str, float] | None:
-    """Finds the paper's (dataset, perplexity) for a run on the paper's data, model and length."""
-    fields = spec.flat()
-    model = spec.model
-    encoding = (model.rope_type, model.max_wavelength, model.rope_percentage)
-    is_paper_model = all(fields[name] == value for name, value in PAPER_FIELDS.items())
-    if not is_paper_model or spec.data.tokenizer == "byte" or encoding not in PAPER:
-        return None
-    wikipedia, flan = PAPER[encoding]
-    if spec.data.dataset == "wikipedia/20230601.en":
-        return "Wikipedia", wikipedia
-    folders = {pathlib.PurePath(source.get("data_dir", "")).name for source in spec.data.mixture}
-    if spec.data.dataset == "mixture" and folders == FLAN:
-        return "FlanV2", flan
-    return None
-
-
 def result_rows(runs: list[Run], comparisons: Sequence[Comparison]) -> list[dict]:
     """Extends the rows of `table` by what the page and its pictures show."""
     rows = table(runs)
@@ -230,7 +184,6 @@ def result_rows(runs: list[Run], comparisons: Sequence[Comparison]) -> list[dict
             difference=comparison.difference,
             over=comparison.over,
             documents=comparison.documents,
-            paper=paper_result(group[0].spec),
             best=bool(row["seeds"]) and row["perplexity"] == lowest and have_same_seeds(rows),
         )
     return rows

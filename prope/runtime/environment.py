@@ -1,4 +1,4 @@
-"""Refuses settings of the environment that would change, or break, what a command computes."""
+"""Refuses settings of the environment that would change what a command computes."""
 
 import functools
 import locale
@@ -18,7 +18,6 @@ REQUIRED = {
     "jax_random_seed_offset": (0, "a seed would stand for another one"),
     "jax_disable_jit": (False, "no step would be compiled"),
 }
-_GUARDS = ("", "_host_to_device", "_device_to_host", "_device_to_device")
 # Compiled programs with other sums, exponentials or minima than IEEE's.
 _INEXACT_FLAG = re.compile(r"--(xla_\w*fast_m(?:ath|in)(?!_honor)\w*)(?:=(\w+))?")
 _RECORDED = ("JAX_", "XLA_", "LIBTPU_", "NCCL_", "CUDA_", "PROPE_PROCESSES")  # prefixes
@@ -36,11 +35,6 @@ def check_environment(settings: dict | None = None) -> None:
         value = settings.get(setting, required)
         if value != required:
             _refuse(setting, value, consequence)
-    for direction in _GUARDS:
-        setting = f"jax_transfer_guard{direction}"
-        value = settings.get(setting)
-        if str(value).startswith("disallow"):
-            _refuse(setting, value, "a copy between host and device would end the run")
     for flag, value in _INEXACT_FLAG.findall(os.environ.get("XLA_FLAGS", "")):
         if value.lower() not in ("false", "0"):
             remedy = f"remove --{flag} from XLA_FLAGS"

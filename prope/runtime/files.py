@@ -59,7 +59,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # of a folder, the firs
 _PACKAGES = {"gs://": "gcsfs", "s3://": "s3fs"}  # which read and write URLs that begin so
 _READERS = _PACKAGES | {"hf://datasets/": "huggingface_hub"}  # of text
 # Flags and fields whose places are written.
-_WRITTEN = ("workdir", "output", "plot", "sweep", "cache_dir")
+_WRITTEN = ("workdir", "output", "sweep", "cache_dir")
 _URL_NAMES = re.compile(r"\w[\w.~/=,+@!()-]*", re.ASCII)
 # Other hosts write to a bucket, too: what it lists is asked for every time.
 for _scheme in ("gcs", "gs", "s3"):
@@ -102,9 +102,6 @@ def as_path(field: str, place: epath.PathLike) -> epath.Path:
             raise usage_error(field, text, problem)
         if not importlib.util.find_spec(package):
             raise usage_error(field, text, f"needs a package: pip install {package}")
-    elif is_url(epath.Path(os.path.abspath(text))):
-        problem = "is read as a URL by etils.epath"
-        raise usage_error(field, text, problem, "mount that folder elsewhere")
     written = field.rpartition(".")[2].lstrip("-") in _WRITTEN
     if written and not is_url(text) and re.search(r"[][*?]", os.path.abspath(text)):
         problem = "has one of [ ] * ?, which libraries that write there read as a pattern"

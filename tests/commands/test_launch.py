@@ -1,9 +1,5 @@
-"""The scripts of launch/, beside programs that stand for gcloud and Slurm; SkyPilot and xpk.
+"""The scripts of launch/, beside programs that stand for gcloud and Slurm."""
 
-PROPE_LAUNCHERS=1 installs the last two, and has the pages sky.md and gke.md read by them.
-"""
-
-import json
 import os
 import re
 import shlex
@@ -16,7 +12,6 @@ import tomllib
 
 import pytest
 import yaml
-from etils import epath
 from support.commands import ROOT
 from support.launchers import (
     HANDLE,
@@ -28,24 +23,14 @@ from support.launchers import (
     commit,
     launch,
     make_clone,
-    own_environment,
     put_programs,
     refused,
     start,
     wait_for,
 )
 
-from prope.config import default_config
-from prope.sweep.execute import Sweep, job_name, split_launcher
-from prope.sweep.grid import plan
-
 SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), ROOT / "launch/slurm.sbatch", ROOT / ".ci/run"])
 TASK = yaml.safe_load((ROOT / "launch/sky.yaml").read_text())
-SKYPILOT_VERSION = "0.14.1"
-XPK_VERSION = "1.16.0"
-by_hand = pytest.mark.skipif(
-    "PROPE_LAUNCHERS" not in os.environ, reason="installs a launcher: PROPE_LAUNCHERS=1 does"
-)
 
 
 def test_shellcheck_finds_nothing():
@@ -317,7 +302,7 @@ os.execvp("bash", ["bash", *sys.argv[1:]])
 def fakes(tmp_path):
     """The stand-ins; the variables with which they are found first."""
     programs = put_programs(tmp_path)
-    # The script's is of 30 s, xpk's of 5 s.
+    # The script's is of 30 s.
     put_program(tmp_path / "programs/sleep", "#!/bin/sh\nexec /bin/sleep 0.2\n")
     return programs
 
@@ -630,260 +615,8 @@ def test_every_platform_installs_its_extras(tmp_path):
     assert setup("gpu", "gpu") == (["gpu"], 1) and setup("cpu", "gcs") == (["gcs"], 1)
 
 
-@pytest.fixture(scope="module")
-def ask_skypilot(tmp_path_factory):
-    """Runs code where SkyPilot is installed."""
-    folder = own_environment("skypilot", SKYPILOT_VERSION)
-    home = tmp_path_factory.mktemp("home")
-    catalogs = home / ".sky/catalogs/v8/common"  # which SkyPilot would download
-    catalogs.mkdir(parents=True)
-    (catalogs / "accelerators.csv").write_text("AcceleratorName,Clouds\nH100,['GCP']\n")
-    (catalogs / "metadata.csv").write_text("GPU,MemoryGB,Manufacturer\nH100,80,NVIDIA\n")
-
-    def ask(code: str):
-        """Returns the object that the code calls `answer`."""
-        file = f"file = {str(ROOT / 'launch/sky.yaml')!r}"
-        code = "\n".join(["import json, sky", file, code, "print(json.dumps(answer))"])
-        environment = {"PATH": os.environ["PATH"], "HOME": str(home)}
-        command = [folder / "bin/python", "-c", code]
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
-
-    return ask
-
-
-READ = """
-import shlex
-from sky.client.cli import command
-def read(line):  # as the program sky does
-    given = command.jobs_launch.make_context("launch", shlex.split(line)[3:]).params
-    flags = {name: given[name] for name in ("name", "gpus", "cpus", "num_nodes", "use_spot", "env")}
-    task = command._make_task_or_dag_from_entrypoint_with_overrides(given["entrypoint"], **flags)
-    task.validate(skip_workdir=True)
-    (resources,) = task.resources
-    return [task.name, resources.accelerators, resources.use_spot, task.num_nodes, task.envs]
-"""
-
-
-def commands_of_the_page() -> list[str]:
-    """The lines of sky.md that launch a job, then what its sweep's launcher makes of a run."""
-    page = (ROOT / "launch/sky.md").read_text().replace("\\\n", " ")
-    page = page.replace("$(git rev-parse HEAD)", "abc")
-    (launcher,) = re.findall(r'--launcher="(sky .*?)"', page)
-    values = {"data.tokenizer": 'it\'s "my" model', "profile": (10, 12)}
-    (run,) = plan([{"seed": [0]}], "file.py", default_config(), values)
-    sweep = Sweep(epath.Path("gs://B/W"), [run], split_launcher(launcher))
-    of_the_sweep = shlex.join(sweep.command(run))
-    return [*re.findall(r"^sky jobs launch .*$", page, re.MULTILINE), of_the_sweep]
-
-
-@by_hand
-def test_skypilot_reads_the_job_by_every_command_of_its_page(ask_skypilot):
-    answers = ask_skypilot(f"{READ}answer = [read(line) for line in {commands_of_the_page()}]")
-    slice = {"tpu-v5p-128": 1}
-    assert [answer[:4] for answer in answers] == [
-        ["prepare", None, True, 1],
-        ["p075", slice, True, 1],
-        ["evaluate", slice, True, 1],
-        ["p075", {"H100": 8}, True, 8],
-        [job_name("W-seed=0"), slice, True, 1],
-    ]
-    environments = [answer[4] for answer in answers]
-    assert [env["PLATFORM"] for env in environments] == ["cpu", "v5p", "v5p", "gpu", "v5p"]
-    assert [env["PROPE_COMMIT"] for env in environments] == ["", "abc", "", "", "abc"]
-    for env in environments:
-        assert re.match(r"python -m prope\.(train|evaluate|data\.prepare) ", env["COMMAND"])
-    assert shlex.split(environments[-1]["COMMAND"])[3:] == [
-        "--config=file.py",
-        '--config.data.tokenizer=it\'s "my" model',
-        "--config.profile=(10, 12)",
-        "--config.seed=0",
-        "--workdir=gs://B/W/seed=0",
-    ]
-
-
-@by_hand
-def test_skypilot_restarts_what_is_not_final(ask_skypilot):
-    # Codes of all hosts; 137 stands for those that SkyPilot killed because another had failed.
-    codes = [[75], [76], [76, 137, 137], [137, 75], [1], [2], [130], [1, 137], [137, 2, 137]]
-    restarted = ask_skypilot(f"""
-from sky.jobs.recovery_strategy import StrategyExecutor
-config = sky.utils.yaml_utils.read_yaml(file)
-task = sky.Task.from_yaml_config(config, env_overrides={{"COMMAND": "x"}})
-def restarts(codes):
-    again = sky.Task.from_yaml_config(task.to_yaml_config())
-    backend = sky.backends.CloudVmRayBackend()
-    executor = StrategyExecutor.make("c", backend, again, 1, 0, None, set(), None, None)
-    return executor.should_restart_on_failure(codes)
-answer = [restarts(each) for each in {codes}]
-""")
-    assert restarted == [True] * 4 + [False] * 5
-
-
-# --- gke.md: the JobSets that xpk makes, as a pod runs them -----------------------------------
-
-# In xpk's place: xpk itself, which writes what it would do into a file for each call.
-XPK = """#!/bin/sh
-export TELEMETRY_ENABLED=false HOME={folder}
-exec {xpk} "$@" --dry-run >{folder}/calls/$(ls {folder}/calls | wc -l)
-"""
-VALUES = """"--config.data.tokenizer=it's \\"my\\" \\$HOME" --config.profile=10,12"""
-
-
-@pytest.fixture(scope="module")
-def answers(once) -> list[str]:
-    """What xpk answers to every command of the page, those that the sweep hands out too."""
-    return once("gke", run_page)[1]
-
-
-def run_page(folder) -> list[str]:
+def test_jobsets_restart_what_is_not_final_and_may_save():
+    """xpk restarts codes from 127 on by itself."""
     page = (ROOT / "launch/gke.md").read_text()
-    (script,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
-    script = script.replace("\\\n", " ").replace("$(git rev-parse HEAD)", "abc")
-    script = script.replace("gs://my-bucket", "bucket")
-    script = script.replace("sweep.py $RUN", f"sweep.py $RUN {VALUES}")
-    ours = r"^(?:export|mkdir|[A-Z]+=|\$JOB|xpk|python launch/sweep).*$"
-    for name in ("configs", "launch"):
-        (folder / name).symlink_to(ROOT / name)
-    (folder / "calls").mkdir()
-    xpk = own_environment("xpk", XPK_VERSION) / "bin/xpk"
-    put_program(folder / "bin/xpk", XPK.format(folder=folder, xpk=xpk))
-    path = f"{folder}/bin:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", "\n".join(re.findall(ours, script, re.MULTILINE))],
-        cwd=folder,
-        env=clean_environment(PATH=path, PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.stdout.count('"state": "submitted"') == 5, done.stderr
-    count = len(list((folder / "calls").iterdir()))
-    return [(folder / "calls" / str(call)).read_text() for call in range(count)]
-
-
-@pytest.fixture(scope="module")
-def jobsets(answers) -> list[dict]:
-    """The JobSets that xpk would create."""
-    texts = re.findall(r"^apiVersion: jobset.*?(?=^\[XPK\])", "".join(answers), re.M | re.DOTALL)
-    return [yaml.safe_load(text) for text in texts]
-
-
-@by_hand
-def test_xpk_takes_every_command_of_the_page(answers):
-    tasks = [re.search(r"Starting (cluster|[Ww]orkload) (\w+)", answer)[2] for answer in answers]
-    assert tasks == ["create", *["create"] * 7, "list", "delete"]
-    nodes = re.search(r"node-pools create .*", answers[0])[0]
-    flags = ("--machine-type=ct5p-hightpu-4t", "--tpu-topology=4x4x4", "--num-nodes=16", "--spot")
-    assert all(flag in nodes for flag in flags)
-    assert all("crane mutate python:3.11 " in answer for answer in answers[1:8])
-    endings = [answer.splitlines()[-1] for answer in answers]
-    # Without a cluster there is nothing to wait for.
-    assert endings.pop(8) == "[XPK] XPK failed, error code 1"
-    assert set(endings) == {"[XPK] Exiting XPK cleanly"}
-
-
-def job_of(jobset: dict) -> dict:
-    return jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
-
-
-@by_hand
-def test_a_jobset_is_a_slice_that_saves_and_restarts(jobsets):
-    swept = [job_name(f"sweep-rope_percentage={p}") for p in ("0", "0.25", "0.5", "0.75", "1")]
-    assert [jobset["metadata"]["name"] for jobset in jobsets] == ["p075", *swept, "evaluate"]
-    for jobset in jobsets:
-        assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 50
-        job = job_of(jobset)
-        pod = job["template"]["spec"]
-        assert (job["parallelism"], job["completions"], job["backoffLimit"]) == (16, 16, 0)
-        assert pod["terminationGracePeriodSeconds"] == 600
-        assert pod["nodeSelector"] == {
-            "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice",
-            "cloud.google.com/gke-tpu-topology": "4x4x4",
-        }
-        (container,) = pod["containers"]
-        assert container["resources"] == {"limits": {"google.com/tpu": 4}}
-        variables = {entry["name"]: entry["value"] for entry in container["env"]}
-        assert variables == {"PROPE_PROCESSES": "auto", "PROPE_COMMIT": "abc"}
-
-
-PYTHON = """#!/bin/sh
-case "$2" in prope.runtime.*) exec {python} "$@" ;; esac
-exec {python} program.py "$@"
-"""
-PROGRAM = f"""import json, os, pathlib, sys
-record = [pathlib.Path("installed").read_text(), os.environ["LIBTPU_INIT_ARGS"], sys.argv[1:]]
-pathlib.Path("record").write_text(json.dumps(record))
-if os.environ["CODE"] == "kill":
-    os.kill(os.getpid(), 9)
-if os.environ["CODE"] == "wait":
-    sys.argv = ["program.py", "ready"]
-    exec({HANDLE!r})
-sys.exit(int(os.environ["CODE"]))
-"""
-
-
-@pytest.fixture
-def start_pod(fakes, tmp_path):
-    """Starts what a JobSet's container runs, in a folder that stands for /app there."""
-    (tmp_path / "launch").mkdir()
-    for name in ("common.sh", "run.sh"):
-        shutil.copy(ROOT / "launch" / name, tmp_path / "launch")
-    (tmp_path / "launch/setup.sh").write_text('echo -n "$1" >installed')
-    (tmp_path / "program.py").write_text(PROGRAM)
-    put_program(tmp_path / "programs/python", PYTHON.format(python=sys.executable))
-
-    def start(jobset: dict, code: str) -> subprocess.Popen:
-        (container,) = job_of(jobset)["template"]["spec"]["containers"]
-        environment = clean_environment(**fakes, PYTHONPATH=str(ROOT), CODE=code)
-        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        return subprocess.Popen(
-            container["command"], cwd=tmp_path, env=environment, **pipes, text=True
-        )
-
-    return start
-
-
-@by_hand
-def test_a_pod_installs_and_runs_the_words_of_the_run(jobsets, start_pod, tmp_path):
-    _, stderr = start_pod(jobsets[2], "0").communicate(timeout=60)
-    assert stderr == ""
-    extra, flags, words = json.loads((tmp_path / "record").read_text())
-    assert extra == "tpu" and "xla_tpu_enable_ag_backward_pipelining" in flags  # v5p alone has it
-    assert words[:3] == ["-m", "prope.train", "--config=configs/gemma_2b_wiki.py"]
-    assert {
-        "--config.data.data_dir=gs://tfds-data/datasets",
-        '--config.data.tokenizer=it\'s "my" $HOME',
-        "--config.profile=(10, 12)",
-        "--config.model.rope_percentage=0.25",
-        "--workdir=bucket/sweep/rope_percentage=0.25",
-    } <= set(words)
-
-
-@by_hand
-def test_a_jobset_restarts_what_is_not_final(jobsets):
-    (rule,) = job_of(jobsets[0])["podFailurePolicy"]["rules"]
-    codes = rule["onExitCodes"]
-    assert (rule["action"], codes["operator"]) == ("FailJob", "NotIn")
-    # xpk restarts all codes from 127 on; nothing sends Ctrl-C, which ends with 130, to a pod.
-    restarted = set(codes["values"])
-    assert {75, 76, 130, 134, 137, 139} <= restarted and not {0, 1, 2} & restarted
-    assert jobsets[0]["spec"]["failurePolicy"]["rules"] == [
-        {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-    ]
-
-
-@by_hand
-def test_a_pod_ends_with_the_code_of_the_run_which_sigterm_reaches(jobsets, start_pod, tmp_path):
-    for code, expected in (("76", 76), ("kill", 137)):
-        pod = start_pod(jobsets[0], code)
-        pod.communicate(timeout=60)
-        assert pod.returncode == expected
-    pod = start_pod(jobsets[0], "wait")
-    wait_for(tmp_path / "ready", 1)
-    pod.send_signal(signal.SIGTERM)  # to the first process alone, as Kubernetes does
-    _, stderr = pod.communicate(timeout=60)
-    assert pod.returncode == 75 and "got 15\n" in stderr
+    assert "--restart-on-exit-codes=75,76 --max-restarts=50" in page
+    assert "--termination-grace-period-seconds=600" in page

@@ -9,7 +9,6 @@ import pwd
 import re
 import subprocess
 import sys
-import zipfile
 from types import SimpleNamespace
 
 import jax
@@ -125,19 +124,14 @@ PATTERN = ("sliding_attention", "full_attention")
     ("field", "text", "expected"),
     [
         ("model.layer_types", "sliding_attention,full_attention", PATTERN),
-        ("model.layer_types", "sliding_attention, full_attention,", PATTERN),
         ("model.layer_types", "('sliding_attention', 'full_attention')", PATTERN),
         ("model.layer_types", "[sliding_attention,full_attention]", PATTERN),
-        ("model.layer_types", "full_attention", ("full_attention",)),
         ("model.layer_types", "", ()),
         ("model.scaled_pairs", "0,3", (0, 3)),
         ("model.scaled_pairs", "0-3@full,4-5", ("0-3@full", "4-5")),
-        ("model.scaled_pairs", "0-3,4-5", ("0-3", "4-5")),
         ("data.stop_ids", "106,107", (106, 107)),
-        ("data.stop_ids", "106", (106,)),
         ("profile", "10,12", (10, 12)),
         ("log_to", "csv,my_module:on_log", ("csv", "my_module:on_log")),
-        ("profile", "()", ()),
         ("data.mixture", "({'weight': 1, 'dataset': 'a'},)", ({"weight": 1, "dataset": "a"},)),
     ],
 )
@@ -152,11 +146,9 @@ def test_a_tuple_may_be_written_as_words(monkeypatch, field, text, expected):
         ("model.layer_types", "a,b", "sliding_attention,full_attention"),
         ("model.layer_types", "full_atention", "did you mean full_attention"),
         ("model.layer_types", "0,1", "there is no 0"),
-        ("model.layer_types", "None", "there is no None"),
         ("data.stop_ids", "a,b", "(106,)"),
         ("profile", "a,b", "first and last"),
         ("data.mixture", "3", "must be a dict"),
-        ("data.mixture", "a,b", "must be a dict"),
     ],
 )
 def test_a_tuple_that_cannot_be_used_names_a_form_that_works(monkeypatch, field, text, named):
@@ -200,28 +192,6 @@ def test_what_needs_no_jax_is_checked_before_jax_is_imported(tmp_path, module, a
     assert not (tmp_path / "W").exists()
 
 
-@pytest.mark.parametrize("platforms", [None, ""])
-def test_the_cpu_is_chosen_before_jax_is_imported(tmp_path, platforms):
-    """Else JAX's packages for devices that are not here log errors."""
-    (tmp_path / "jax.py").write_text("import os\nraise SystemExit(os.environ['JAX_PLATFORMS'])\n")
-    (tmp_path / "libtpu.py").touch()
-    env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
-    env |= {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    if platforms is not None:
-        env["JAX_PLATFORMS"] = platforms
-    if command.accelerators():
-        pytest.skip("there are devices here")
-    done = subprocess.run(
-        [sys.executable, "-m", "prope.train", CONFIG, "--workdir=W"],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.stderr == "cpu\n"
-
-
 # --- Fields of a config -----------------------------------------------------------------------
 
 # Every field is to be named with its value.
@@ -234,7 +204,6 @@ FIELDS = [
     {"model.remat": "some"},
     {"mesh.tensor": 0},
     {"mesh.data": 0},
-    {"mesh.context": 0},
     {"mesh.context": 2, "data.seq_len": 768},
     {"mesh.context": 3, "data.seq_len": 1024},
     {"model.num_heads": 6, "mesh.tensor": 4},
@@ -254,8 +223,6 @@ FIELDS = [
     {"data.data_dir": "/data"},
     {"data.tokenizer": ""},
     {"model.rope_type": "cape"},
-    {"model.rope_scaling_type": "ntq"},
-    {"model.logit_scale": "yarm"},
     {"data.dataset": "wikipedia/20230601.en"},
     {"eval.max_windows": 0},
 ]
@@ -310,11 +277,8 @@ def test_the_ends_of_ranges_are_values(fields):
         (8, 1, {"mesh.data": 3}, "mesh.data=3"),
         (6, 1, {"mesh.tensor": 4}, "mesh.tensor=4"),
         (8, 1, {"mesh.data": 8, "mesh.tensor": 2}, "mesh.data=8"),
-        (8, 1, {"mesh.context": 3}, "mesh.context=3"),
         (8, 1, {"mesh.context": 8, "mesh.tensor": 2}, "mesh.context=8"),
-        (8, 1, {"mesh.context": 2, "mesh.tensor": 2, "mesh.data": 4}, "mesh.data=4"),
         (8, 1, {"mesh.context": 4, "batch_size": 3}, "batch_size=3"),
-        (8, 2, {"mesh.data": 4}, None),
         (8, 2, {"mesh.data": 1}, "mesh.data=1"),
     ],
 )
@@ -384,9 +348,8 @@ ONE_LINE = [
         raises(ValueError, "OUT_OF_RANGE: Error writing: File too large [os_error_code='27']"),
         "ulimit",
     ),
-    (raises(OSError, errno.EDQUOT, "Disk quota exceeded", "W"), "quota is used up"),
     (lambda: json.loads("{"), "JSONDecodeError"),
-    (lambda: zipfile.ZipFile(__file__), "BadZipFile"),
+    (raises(OSError, errno.EDQUOT, "Disk quota exceeded", "W"), "quota is used up"),
     (raises(EOFError, "ended early"), "ended early"),
     (raises(BrokenPipeError, errno.EPIPE, "Broken pipe"), "what reads the output has ended"),
     (raises(ModuleNotFoundError, "No module named 's3fs'"), "s3fs"),

@@ -474,7 +474,7 @@ from prope.data.view import show_batch
 from prope.data.vocabulary import train_tokenizer
 spec = spec_from_dict(json.loads(sys.argv[1]))
 prepared = prepare(spec)
-shown = show_batch(spec, 3, 2, None)
+shown = show_batch(spec, 3, 2)
 learnt = train_tokenizer(spec, sys.argv[2], 288, "unigram", 50_000)
 print(json.dumps([prepared, shown, learnt]))
 """

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import sentencepiece
 from etils import epath
-from support.commands import CONFIG
 from support.exchange import edit
 from support.heads import analysis_options
 from support.runs import evaluate_run, make_run, save_run
@@ -129,14 +128,6 @@ def test_a_trained_model_has_gemmas_special_ids(model):
     assert [trained.id_to_piece(i) for i in range(4)] == ["<pad>", "<eos>", "<bos>", "<unk>"]
     assert sum(trained.is_byte(i) for i in range(330)) == 256
     assert load_tokenizer(str(model[0])).special == SpecialIds(0, 1, 2, 3)
-
-
-def test_the_command_learns_bpe_which_other_programs_read_alike(run_command, tmp_path):
-    flags = {"config": CONFIG.split("=")[1], "output": tmp_path / "a.model", "vocab_size": 400}
-    flags["sample_bytes"] = 20_000
-    arguments = [f"--{name}={value}" for name, value in flags.items()]
-    done = run_command("prope.data.train_tokenizer", *arguments)
-    assert done.code == 0 and done.result["model_type"] == "bpe", done.stderr
 
 
 def test_the_same_text_gives_the_same_file(model, spec, bucket):

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from support.text import articles, data_config, read_tokens, refusal, write_lines
+from support.text import articles, data_config, read_tokens, write_lines
 
 from prope.data import view
 from prope.data.tokenizer import load_tokenizer
@@ -23,7 +23,7 @@ def spec(tmp_path):
 
 
 def test_the_rows_of_a_batch_are_shown(spec, capsys):
-    result = view.show_batch(spec, 20, 3, None)
+    result = view.show_batch(spec, 20, 3)
     text = capsys.readouterr().out
     assert (result["step"], result["rows"], result["seq_len"]) == (20, 3, 64)
     windows = Windows(spec.data, 260, "train")
@@ -89,7 +89,7 @@ def test_a_mixture_is_shown_source_by_source(spec, tmp_path, capsys):
     fields = {"dataset": "mixture", "data_dir": "", "mixture": tuple(mixture)}
     fields |= {"template": "{inputs}? {targets}", "loss_on": "targets"}
     mixed = dataclasses.replace(spec, data=dataclasses.replace(spec.data, **fields))
-    result = view.show_batch(mixed, 2, 4, str(tmp_path / "plot.png"))
+    result = view.show_batch(mixed, 2, 4)
     text = capsys.readouterr().out
     shown = [
         (source["dataset"], source["weight"], source["document_tokens"]["longest"])
@@ -109,8 +109,7 @@ def test_a_mixture_of_generated_windows_has_no_lengths(spec):
     tasks = ("passkey", "niah")
     mixture = tuple({"weight": 1, "dataset": f"longcontext/{task}"} for task in tasks)
     mixed = spec.replace({"data.dataset": "mixture", "data.data_dir": "", "data.mixture": mixture})
-    assert view.show_batch(mixed, 0, 1, None)["sources"] == []
-    assert "--plot=a.png" in refusal(view.show_batch, mixed, 0, 1, "a.png")
+    assert view.show_batch(mixed, 0, 1)["sources"] == []
 
 
 def test_control_characters_do_not_reach_the_terminal():
@@ -130,17 +129,3 @@ def test_lengths_of_documents(spec, monkeypatch, measured):
     monkeypatch.setattr(view, "SCAN_TOKENS", 300)
     monkeypatch.setattr(view, "MEASURED_TOKENS", measured)
     assert view.document_lengths(store).tolist() == lengths.tolist()
-
-
-def test_the_same_lengths_give_the_same_picture(tmp_path):
-    def draw(name, lengths):
-        view.draw_lengths(lengths, 64, str(tmp_path / name))
-        return (tmp_path / name).read_bytes()
-
-    lengths = np.random.default_rng(0).integers(1, 5000, 300)
-    several = {"files $\\frac$": lengths, "files $b": np.array([7])}  # no formulas
-    picture = draw("a.png", several)
-    assert draw("b.png", several) == picture
-    assert draw("c.png", several | {"files $b": lengths[:200]}) != picture
-    for wrong in ("none/a.png", "a.nothing"):
-        assert f"--plot={tmp_path}/{wrong}" in refusal(draw, wrong, several)

@@ -9,7 +9,6 @@ import importlib
 import json
 import re
 import shutil
-import ssl
 
 import aiohttp
 import jax
@@ -315,19 +314,14 @@ def http(code):
 
 # What reading says where nothing is wrong with the checkpoint: (what is read, the error).
 NO_DAMAGE = [
-    *[("small file", http_error(code)) for code in (400, 403, 429, 503)],
-    ("small file", OSError("Forbidden: b/o\nno access for a moment")),
+    *[("small file", http_error(code)) for code in (400, 503)],
     ("small file", ValueError("Bad Request: b/o\nthe token is invalid")),
     ("small file", aiohttp.ClientPayloadError("Response payload is not completed")),
-    ("small file", ssl.SSLError("certificate verify failed")),
-    ("small file", OSError(errno.EMFILE, "Too many open files")),
     ("list", OSError(errno.ESTALE, "Stale file handle")),
-    ("array", array_error("", "Bad Request", http(400))),
     ("array", array_error("PERMISSION_DENIED", "Forbidden", http(403))),
     ("array", array_error("FAILED_PRECONDITION", "Payload Too Large", http(413))),
     ("array", array_error("ABORTED", "All 32 retry attempts failed: Too Many Requests")),
     ("array", array_error("UNKNOWN", "CURL error SSL peer certificate was not OK")),
-    ("array", array_error("FAILED_PRECONDITION", "open", " [os_error_code='24']")),
     ("array", array_error("DATA_LOSS", "read", " [os_error_code='5']")),
 ]
 

@@ -132,16 +132,12 @@ def test_ctrl_c_twice_leaves_at_once(start, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", ["a byte changed", "no hashes"])
-def test_a_damaged_checkpoint_is_passed_over(whole, copy, train, run_command, damage):
+def test_a_damaged_checkpoint_is_passed_over(whole, copy, train, run_command):
     whole_workdir, whole_result = whole
-    folder = copy / "checkpoints" / "20"
-    if damage == "no hashes":
-        (folder / "hashes.json").unlink()
-    else:
-        files = [path for path in (folder / "params").rglob("*") if path.is_file()]
-        largest = max(files, key=lambda path: path.stat().st_size)
-        largest.write_bytes(flipped(largest.read_bytes()))
+    params = copy / "checkpoints" / "20" / "params"
+    files = [path for path in params.rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    largest.write_bytes(flipped(largest.read_bytes()))
     evaluated = run_command("prope.evaluate", f"--workdir={copy}", "--max_windows=2")
     assert evaluated.result["step"] == 10
     assert "checkpoint 20 is damaged" in evaluated.stderr
@@ -198,11 +194,10 @@ def test_what_a_killed_process_left_half_written_is_not_a_checkpoint(copy, train
     ("every", "options", "steps"),
     [
         (2, ("keep_every=6", "max_to_keep=2"), [6, 12, 18, 20]),
-        (1000, ("every_minutes=0",), [20]),
         # At least five more by the clock.
         (1000, ("every_minutes=1e-6", "max_to_keep=100"), None),
     ],
-    ids=["retention", "never", "clock"],
+    ids=["retention", "clock"],
 )
 def test_which_checkpoints_are_kept(train, tmp_path, every, options, steps):
     words = [f"--config.checkpoint.{option}" for option in options]

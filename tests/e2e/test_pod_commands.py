@@ -26,22 +26,8 @@ SPEED = ("tokens_per_second']", "seconds']", "device']", "workdir']", "output']"
 
 
 @pytest.fixture
-def start_pod(start_command):
-    """Starts two processes with two devices each; a list of arguments is one for each."""
-
-    def start(module, *arguments, patch=""):
-        started = []
-        for process, environment in enumerate(pod_environments()):
-            words = [each[process] if isinstance(each, list) else each for each in arguments]
-            started.append(start_command(module, *words, devices=2, patch=patch, **environment))
-        return started
-
-    return start
-
-
-@pytest.fixture
 def run_pod(start_pod):
-    """Does the same, and returns the outcomes; both succeed, and only the first prints."""
+    """Runs a command in both, which succeed and of which only the first prints: the outcomes."""
 
     def run(module, *arguments):
         first, second = [finish(command) for command in start_pod(module, *arguments)]
@@ -78,14 +64,9 @@ def run_script(script) -> list[tuple[int, list[bytes]]]:
 
 
 @pytest.fixture(scope="module")
-def wide(once, train):
+def wide(train_once):
     """A run whose parameters are wide enough to be split over devices."""
-
-    def make(directory):
-        outcome = train(directory / "run", *WIDE, "--stop_at_step=4", "--config.checkpoint_every=2")
-        assert outcome.code == 0, outcome.stderr
-
-    return once("wide", make)[0] / "run"
+    return train_once("wide", *WIDE, "--stop_at_step=4", "--config.checkpoint_every=2")[0]
 
 
 @pytest.fixture

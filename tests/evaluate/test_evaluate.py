@@ -189,27 +189,6 @@ def test_windows_apart_do_not_share_documents(runs):
     assert record["loss_stderr"] == pytest.approx(jackknife(loss, apart), rel=1e-3)
 
 
-def test_the_standard_error_is_the_spread_over_many_samples():
-    """Documents differ in length, and tokens, and length and loss, are correlated."""
-    rng = np.random.default_rng(0)
-    means = []
-    errors = []
-    naive = []
-    for _ in range(3000):
-        tokens = rng.geometric(1 / 50, 80)
-        level = 3 + 0.3 * rng.standard_normal(80) + tokens / 100
-        loss = tokens * level + rng.standard_normal(80) * np.sqrt(tokens)
-        mean, stderr = statistics.mean_and_stderr(loss, tokens, np.zeros(80, int), [1.0])
-        means.append(mean)
-        errors.append(stderr)
-        naive.append(1 / math.sqrt(tokens.sum()))
-    spread = np.std(means)
-    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(spread, rel=0.04)
-    assert np.mean(naive) < 0.5 * spread
-    empty = (np.array([6.0, 0.0]), np.array([2, 0]), np.zeros(2, int), [1.0])
-    assert statistics.mean_and_stderr(*empty) == (3.0, None)
-
-
 def test_saved_sums_are_added_up_in_float64():
     """In float32, as they are saved, a document is less than the last digit of all together."""
     rng = np.random.default_rng(0)

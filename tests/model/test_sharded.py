@@ -176,23 +176,18 @@ GEMMA_4 = {f"model__{field}": value for field, value in DENSE4.items()}
 GEMMA_4_SMALL = {f"model__{field}": value for field, value in E4.items()}
 # The model and its data, the mesh, remat, whether layers are scanned, and what changes nothing.
 CASES = [
-    (MQA, (1, 8, 1), "none", True, {}),
     (GQA | MASKED, (1, 8, 1), "full", False, TWICE),
     (MQA, (2, 4, 1), "minimal", True, TWICE),
-    (MHA, (4, 2, 1), "save_qkv", False, {}),
     (MHA, (1, 4, 2), "save_qkv", True, {}),
     (MHA | MASKED, (1, 2, 4), "minimal", True, TWICE),
     (GQA | MASKED | ODD, (1, 8, 1), "none", True, {}),
     (GQA | MASKED | NARROW, (2, 2, 2), "none", True, {}),
-    (GQA | LONG | MASKED, (2, 4, 1), "full", True, SPLASH),
     (MQA | LONG, (2, 2, 2), "save_qkv", True, SPLASH),
     (MHA | LONGER, (2, 1, 1), "save_qkv", False, CONTEXT_4),
     (MHA | LONGER | MASKED, (1, 2, 2), "minimal", True, CONTEXT_2),
-    (MQA | LONGER | MASKED, (1, 2, 1), "full", True, TWICE | CONTEXT_2),
     (GQA | LONGER | WINDOWS, (1, 2, 1), "minimal", True, CONTEXT_4),
     (MQA | LONG | LONGER | WIDE_WINDOWS | MASKED, (1, 2, 1), "full", True, CONTEXT_4 | SPLASH),
     (MHA | LONGER | WIDE_WINDOWS, (1, 2, 1), "none", True, CONTEXT_4 | CUDNN),
-    (GQA | LONG | LONGER | MASKED, (1, 2, 2), "full", True, CONTEXT_2 | SPLASH),
     (MQA | LONG | LONGER | WINDOWS, (1, 2, 1), "full", True, CONTEXT_2 | SPLASH),
     (MQA | LONGER | WINDOWS, (1, 2, 2), "minimal", True, TWICE | CONTEXT_2 | CUDNN),
     (GQA | LONGER | WINDOWS | SWITCHED, (1, 2, 2), "minimal", True, CONTEXT_2),
@@ -234,11 +229,11 @@ def check_gemma_4_steps():
 
 
 def check_first_steps():
-    check_steps(CASES[:11])
+    check_steps(CASES[:8])
 
 
 def check_second_steps():
-    check_steps(CASES[11:])
+    check_steps(CASES[8:])
 
 
 def check_steps(cases):

@@ -1,6 +1,5 @@
 """The measurements measure what they say; their figures are not judged here."""
 
-import sys
 from types import SimpleNamespace
 
 import jax
@@ -12,8 +11,6 @@ from support.commands import CONFIG, ROOT, devices_flags
 from support.runs import make_run
 
 from prope.cost import bench
-from prope.errors import UsageError
-from prope.hf import peer
 
 
 @pytest.mark.parametrize("p", [0.0, 0.75])
@@ -45,31 +42,6 @@ def test_the_command_prints_multiples_of_a_copy(run_command):
     for name in ("prope", "paper"):
         assert result[name].keys() == kinds
         assert min(result[name].values()) > 0
-
-
-def test_a_sweep_of_attention_ranks_the_blocks_that_compile(monkeypatch):
-    device = SimpleNamespace(platform="tpu", device_kind="TPU v5")
-    monkeypatch.setattr(bench.jax, "devices", lambda: [device])
-    timed = []
-
-    def medians(programs, rounds, *arrays):
-        ((blocks, program),) = programs.items()
-        timed.append(blocks)
-        if len(timed) == 1:
-            gradients = jax.eval_shape(program, *arrays)
-            assert [x.shape[-2:] for x in gradients] == [(256, 128)] * 3
-        if len(timed) == 3:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: vmem")
-        return {blocks: 100.0 - len(timed)}
-
-    monkeypatch.setattr(bench, "medians", medians)
-    result = bench.bench_attention((1, 256, 2, 128))
-    table = result["blocks"]
-    seconds = [row["seconds"] for row in table]
-    assert seconds == sorted(seconds)
-    assert result["best"] == table[0]
-    assert len(table) == len(timed) - 1 > 20
-    assert all(row["keys_at_once"] <= row["keys"] for row in table)
 
 
 def test_one_result_of_the_matmuls_is_alive():
@@ -125,13 +97,15 @@ def test_a_peak_is_counted_by_the_device_where_it_counts():
     assert bench.peak_bytes(cpu, memory) == 111
 
 
-def test_a_run_is_timed_beside_transformers_with_the_same_weights(run_command, tmp_path):
-    pytest.importorskip("transformers", reason="the hf extra is not installed")
-    # What a CPU, or AdamW's peer, cannot do.
+def test_a_run_is_timed_beside_transformers_with_the_same_weights(libraries, tmp_path, monkeypatch):
+    import beside_transformers
+
+    # torch's threads would wait for those of other tests.
+    monkeypatch.setattr(beside_transformers, "list_cores", lambda: [0])
+    # What a CPU, or their AdamW, cannot do.
     fields = {"attention": "splash", "remat": "full"}
     make_run(tmp_path / "run", **fields)
-    arguments = (f"--workdir={tmp_path / 'run'}", "--peer=transformers", "--steps=1")
-    result = run_command("prope.bench", *arguments, "--seq_len=40", "--sequences=2").result
+    result = beside_transformers.measure(tmp_path / "run", 40, 2, 1)
     assert (result["seq_len"], result["sequences"]) == (40, 2)
     losses = result["losses"]
     assert losses["prope"] == pytest.approx(losses["transformers"], abs=1e-5)
@@ -141,28 +115,10 @@ def test_a_run_is_timed_beside_transformers_with_the_same_weights(run_command, t
         assert min(seconds["prope"], seconds["transformers"]) > 0
 
 
-def test_a_peer_is_timed_where_its_libraries_are_on_a_device_that_they_have(monkeypatch):
-    torch = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    for is_installed, platform, named in (
-        (False, "cpu", "torch, transformers"),
-        (True, "tpu", "JAX_PLATFORMS=cpu"),
-        (True, "gpu", "JAX_PLATFORMS=cpu"),
-    ):
-        monkeypatch.setattr(peer.importlib.util, "find_spec", lambda _, found=is_installed: found)
-        device = SimpleNamespace(platform=platform)
-        monkeypatch.setattr(peer.jax, "devices", lambda device=device: [device])
-        with pytest.raises(UsageError, match=named):
-            peer.bench_peer("W", None, 1, 1)
-
-
 # What is given, and the name that the line has.
 REFUSED = [
     ([], "--config"),
-    (["--peer=transformers"], "--workdir"),
-    (["--rope", "--peer=transformers"], "--peer"),
-    (["--rope", "--seq_len=64"], "--seq_len"),
-    (["--attention"], "--attention"),
+    (["--rope", CONFIG], "--rope"),
     (["--rope", "--shape=1,2"], "--shape=1,2"),
     (["--rope", "--shape=1,64,2,63"], "--shape=1,64,2,63"),
     (["--rope", "--shape=-1,64,2,x"], "--shape=-1,64,2,x"),

@@ -137,18 +137,17 @@ def test_when_collectives_run_beside_matmuls(
 
 @pytest.mark.slow
 @needs_libtpu
-@pytest.mark.parametrize("gather", ["head", "ahead"])
-def test_on_few_chips_collectives_run_beside_matmuls_if_asked(plan_small, gather):
+def test_on_few_chips_collectives_run_beside_matmuls_if_asked(plan_small):
     """Shards of 512 / 4 columns."""
     result = plan_small(
         "--topology=v5e:2x2",
         "--sequences_per_chip=2",
         "--config.model.embed_dim=512",
         "--config.model.remat=full",
-        f"--config.mesh.gather={gather}",
+        "--config.mesh.gather=ahead",
     )
     gathers = result["collectives"]["all-gather"]
-    assert (gathers["async"] > 0) == (gather == "ahead")
+    assert gathers["async"] > 0
     table = 2 * 25_600 * 512
     layers = 2 * 2 * (result["parameters"] - 25_600 * 512)
     assert gathers["bytes"] == pytest.approx(layers + table, rel=0.1)
@@ -255,13 +254,6 @@ def test_the_size_in_a_compiler_s_error_is_read(message, size):
 
 @pytest.mark.slow
 @needs_cuda
-def test_gemma_300m_fits_one_gpu(plan):
-    page = f"--config={ROOT}/configs/gemma_300m_wiki.py"
-    assert plan("--topology=h100:1", config=page).result["fits"]
-
-
-@pytest.mark.slow
-@needs_cuda
 def test_gemma_2b_fits_nodes_of_gpus_and_exchanges_beside_the_matmuls(plan):
     page = f"--config={ROOT}/configs/gemma_2b_wiki.py"
     nodes = ("--topology=h100:8x8", "--config.accumulation=4")
@@ -294,7 +286,7 @@ def test_gemma_2b_takes_no_more_memory_of_a_tpu(plan):
 
 
 LARGE_SHAPES = """
-import json, sys
+import json
 from support.compiled import array_shapes
 from prope import step
 from prope.cost.topology import find_devices
@@ -302,7 +294,7 @@ from prope.spec.data import DataSpec
 from prope.spec.model import ModelSpec
 from prope.spec.run import Spec
 sizes = dict(num_layers=2, num_heads=4, head_dim=128, vocab_size=25600)
-model = ModelSpec(**sizes, dtype="bfloat16", remat="full", attention=sys.argv[1])
+model = ModelSpec(**sizes, dtype="bfloat16", remat="full", attention="xla")
 spec = Spec(batch_size=4, model=model, data=DataSpec(seq_len=2048))
 spec, mesh, optimizer, state = step.prepare(spec, find_devices("v5e:2x2", 1))
 text = step.compile_step(spec, optimizer, mesh, state).as_text()
@@ -312,11 +304,13 @@ print(json.dumps([dims for _, dims in array_shapes(text)]))
 
 @pytest.mark.slow
 @needs_libtpu
-@pytest.mark.parametrize("attention", ["splash", "xla"])
-def test_no_array_is_as_large_as_all_scores_or_all_logits(attention):
-    """Runs in a process of its own: libtpu cannot be let go."""
+def test_no_array_is_as_large_as_all_scores_or_all_logits():
+    """With splash attention test_context looks for them, at 131,072 tokens.
+
+    Runs in a process of its own: libtpu cannot be let go.
+    """
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}/tests"}
-    command = [sys.executable, "-c", LARGE_SHAPES, attention]
+    command = [sys.executable, "-c", LARGE_SHAPES]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )

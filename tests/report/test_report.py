@@ -8,7 +8,6 @@ import json
 import math
 import pathlib
 import re
-import runpy
 import shutil
 import statistics
 from types import SimpleNamespace
@@ -17,14 +16,12 @@ import numpy as np
 import pytest
 from etils import epath
 from scipy import stats
-from support.commands import ROOT
 from support.sweeps import SWEEP_PERCENTAGES as PERCENTAGES
 from support.sweeps import SWEEP_SEEDS as SEEDS
 from support.sweeps import SWEEP_STEPS as STEPS
 from support.sweeps import Page, draw_picture
 from support.text import read_lines, write_lines
 
-from prope.config import resolve
 from prope.errors import UsageError
 from prope.inference import paired
 from prope.inference.statistics import average_seeds
@@ -167,7 +164,6 @@ def test_the_result_is_that_of_the_files(reported):
     assert all(len(set(map(len, table))) == 1 for table in page.tables)
     head, *rows = page.tables[0]
     assert head[:3] == ["p", "rotated pairs", "runs"]
-    assert "paper" not in page.text, "other data, another model"
     for p, row in zip(PERCENTAGES, rows, strict=True):
         expected = [f"{p:g}", f"{int(32 * p)} of 32", "2"]
         for name in ("loss", "perplexity", "bits_per_byte"):
@@ -666,32 +662,7 @@ def test_a_list_of_runs_may_hold_folders_and_names_with_commas(sweep):
     assert len(find_listed(str(sweep))) == len(PERCENTAGES) * len(SEEDS)
 
 
-# --- The paper's numbers, and the headline --------------------------------------------------------
-
-T0 = {"weight": 1.0, "dataset": "files", "data_dir": "data/flan_v2/t0"}
-LONG = {"model.rope_percentage": 1.0, "model.max_wavelength": 5e5}
-SLIDING = {"model.layer_types": ("sliding_attention",), "model.sliding_window": 4096}
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "expected"),
-    [
-        ("wiki", {}, ("Wikipedia", 4.4414)),
-        ("wiki", LONG, ("Wikipedia", 4.4485)),
-        ("wiki", {"model.rope_type": "partial"}, ("Wikipedia", 4.4537)),
-        ("wiki", {"model.rope_percentage": 0.5}, None),  # not in the paper's table
-        ("wiki", {"model.num_layers": 6}, None),
-        ("wiki", SLIDING, None),
-        ("wiki", {"data.tokenizer": "byte"}, None),
-        ("wiki", {"data.dataset": "mixture", "data.mixture": (T0,)}, None),
-        ("flan", {"model.rope_type": "reversed"}, ("FlanV2", 6.4683)),
-        ("flan", {"data.mixture": (T0,)}, None),
-    ],
-)
-def test_the_papers_numbers_stand_beside_its_own_runs_only(name, changes, expected):
-    config = runpy.run_path(f"{ROOT}/configs/gemma_2b_{name}.py")["get_config"]()
-    config.update_from_flattened_dict(changes)
-    assert sweep_page.paper_result(resolve(config)) == expected
+# --- The headline ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -923,19 +894,6 @@ def test_rounding_is_no_deviation(sweep, losses, deviation):
     text = write_page(sweep).text
     assert "The differences of all seeds are equal, so there is no interval" in text
     assert "distinguishable" not in text.replace("cannot tell", "")
-
-
-def test_one_of_something_is_no_plural(sweep, undrawn):
-    """A single comparison and contrast, declared when a single run had a result."""
-    for path in sweep.glob("rope_percentage=0.25,*"):
-        shutil.rmtree(path)
-    comparisons.declare(sweep, sweep, ["p=0,p=1"])
-    path = sweep / "contrasts.jsonl"
-    write_lines(path, [record | {"evaluated": 1} for record in read_lines(path)])
-    sweep_page.report_sweep(sweep)
-    text = Page(sweep / "report/index.html").text
-    assert "when 1 run had" in text
-    assert not re.search(r"\b1 (runs|seeds|comparisons|contrasts|windows)\b", text)
 
 
 # --- Losses by length, with and without what is far back ------------------------------------------

@@ -9,8 +9,6 @@ import subprocess
 import sys
 import time
 
-import filelock
-
 from support.commands import ROOT
 
 TOOLS = pathlib.Path(sys.executable).parent
@@ -64,24 +62,6 @@ def start(
         text=True,
         start_new_session=group,
     )
-
-
-def own_environment(name: str, version: str) -> pathlib.Path:
-    """Installs a package into an environment of its own, which later runs of the tests reuse."""
-    folder = ROOT / f".pytest_cache/{name}-{version}"
-    folder.parent.mkdir(exist_ok=True)
-    with filelock.FileLock(f"{folder}.lock"):
-        if not (folder / "done").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            uv = [sys.executable, "-m", "uv", "--quiet"]  # seconds, where pip takes minutes
-            for command in (
-                ["venv", "--python", sys.executable, folder],
-                ["pip", "install", f"{name}=={version}", "--python", folder],
-            ):
-                done = subprocess.run([*uv, *command], capture_output=True, text=True, timeout=500)
-                assert done.returncode == 0, done.stderr
-            (folder / "done").touch()
-    return folder
 
 
 def wait_for(file, lines: int) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -453,25 +452,3 @@ def test_two_trainings_at_once_are_one(start_command, tmp_path):
     steps = [record["step"] for record in read_lines(tmp_path / "metrics.jsonl")]
     assert steps == list(range(1, 21))
     assert outcomes[0].result["loss"] == read_lines(tmp_path / "metrics.jsonl")[-1]["loss"]
-
-
-@pytest.mark.slow
-def test_a_suspended_training_that_wakes_changes_nothing(start_command, tmp_path):
-    arguments = [CONFIG, f"--workdir={tmp_path}", LOG]
-    first = start_command("prope.train", *arguments, patch=QUICK + SLOW_STEPS)
-    first.wait_for("step 3/20")
-    first.signal(signal.SIGSTOP)
-    while (tmp_path / "lease.json.__lock").exists():  # amid a write: the next test
-        first.signal(signal.SIGCONT)
-        time.sleep(0.05)
-        first.signal(signal.SIGSTOP)
-        time.sleep(0.05)
-    second = finish(start_command("prope.train", *arguments, patch=QUICK))
-    assert second.code == 0, second.stderr
-    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.json*")}
-    first.signal(signal.SIGCONT)
-    outcome = finish(first)
-    assert outcome.code == 1
-    assert outcome.stderr.splitlines()[-1].startswith(f"stopped: {tmp_path}/lease.json: ")
-    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.json*")} == before
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["10", "20"]

@@ -104,7 +104,6 @@ def test_a_peer_that_is_lost_while_saving_is_no_fault_of_the_storage(
     ("error", "code"),
     [
         (OSError(errno.EIO, "Input/output error"), 76),
-        (OSError(errno.EHOSTUNREACH, "No route to host"), 76),
         (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), 76),
         (HttpError({"code": 503, "message": "Service Unavailable"}), 76),
         (ValueError("UNAVAILABLE: Error reading gs://bucket/x: Service Unavailable"), 76),
@@ -112,7 +111,6 @@ def test_a_peer_that_is_lost_while_saving_is_no_fault_of_the_storage(
         (jax.errors.JaxRuntimeError(OUT_OF_MEMORY), 1),
         (MemoryError("Unable to allocate 7.45 GiB for an array"), 1),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1),
-        (OSError(errno.ENAMETOOLONG, "File name too long"), 1),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -175,8 +173,6 @@ def test_gpus_that_nobody_uses(monkeypatch, visible, count):
         ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": ""}, "1"),
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, "auto"),
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, "1"),
-        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}, "1"),
-        ({"PMI_SIZE": "4", "PMI_RANK": "3", "PMIX_RANK": "3"}, "1"),
         ({}, "1"),
     ],
 )
@@ -219,23 +215,28 @@ def test_devices_that_are_not_there_are_named_as_asked_for(error, asked, monkeyp
         processes.check_count()
 
 
-# What a cluster or a container leaves behind: this process is alone.
+# What Open MPI, MPICH, Slurm and a container leave behind: this process is alone.
 LEFT_BEHIND = {
-    "Open MPI": {
-        "OMPI_COMM_WORLD_SIZE": "4",
-        "OMPI_COMM_WORLD_RANK": "3",
-        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-        "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911",
-    },
-    "MPICH": {"PMI_SIZE": "4", "PMI_RANK": "3", "PMI_FD": "7", "PMIX_RANK": "3"},
-    "Slurm": {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "3", "SLURM_LOCALID": "3"},
-    "no GPU": {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "void", "JAX_PLATFORMS": ""},
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911",
+    "PMI_SIZE": "4",
+    "PMI_RANK": "3",
+    "PMI_FD": "7",
+    "PMIX_RANK": "3",
+    "SLURM_JOB_ID": "7",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "3",
+    "CUDA_VISIBLE_DEVICES": "",
+    "NVIDIA_VISIBLE_DEVICES": "void",
+    "JAX_PLATFORMS": "",
 }
 
 
-@pytest.mark.parametrize("host", LEFT_BEHIND)
-def test_one_process_runs_alone_where_a_cluster_has_left_its_variables(train, tmp_path, host):
-    run = train(tmp_path / "run", "--stop_at_step=1", **LEFT_BEHIND[host])
+def test_one_process_runs_alone_where_a_cluster_has_left_its_variables(train, tmp_path):
+    run = train(tmp_path / "run", "--stop_at_step=1", **LEFT_BEHIND)
     assert run.code == 0 and run.result["step"] == 1, run.stderr
 
 

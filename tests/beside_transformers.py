@@ -1,12 +1,16 @@
 """Times a run beside the class of transformers that computes it, in turns on one device.
 
+    python tests/beside_transformers.py WORKDIR --seq_len=1024 --rounds=5
+
 Both have the same weights and tokens, and AdamW with clipped gradients; on a CPU float32 and as
 many threads, on a GPU float32 parameters and bfloat16 matmuls. transformers runs on torch; its
-model is what `export` writes.
+model is what `export` writes. On a GPU, JAX has to leave memory to torch:
+XLA_PYTHON_CLIENT_MEM_FRACTION=0.45.
 """
 
+import argparse
 import importlib.metadata
-import importlib.util
+import json
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prope import model, parameters
-from prope.cost import flops
+from prope import model
 from prope.cost.bench import medians, random_batch
-from prope.errors import UsageError, log
 from prope.hf.exporter import export
 from prope.inference import generation
 from prope.inference.generation import Sampling
@@ -34,27 +36,12 @@ NEW_TOKENS = 64
 Programs = dict[str, Callable[[], Any]]  # by what they compute; "loss" returns it
 
 
-def bench_peer(workdir: str, seq_len: int | None, sequences: int, rounds: int) -> dict:
+def measure(workdir: str, seq_len: int | None, sequences: int, rounds: int) -> dict:
     """Times a batch of a run: its loss, a training step, prefill, prefill and decode.
 
-    Args:
-      workdir: of the run.
-      seq_len: tokens of a sequence and of a prompt; None: the run's.
-      sequences: of the batch.
-      rounds: timed turns of each program, of which the medians count.
-
-    Returns:
-      The command's result, with seconds of both and `ratio`, theirs over ours.
-
-    Raises:
-      UsageError: torch or transformers is not installed, JAX's device is a TPU, torch has not the
-        GPU that JAX has, or transformers has no class for the run.
+    Returns seconds of both, medians of `rounds` turns, and `ratio`, theirs over ours.
     """
-    missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
-    if missing:
-        remedy = "source launch/setup.sh hf, or pip install 'prope[hf]'"
-        raise UsageError(f"--peer=transformers: {', '.join(missing)} is not installed; {remedy}")
-    device = torch_device()
+    device = {"cpu": "cpu", "gpu": "cuda"}[jax.devices()[0].platform]  # torch's name
     run = open_run(workdir)
     fields = {
         "model.dtype": "float32" if device == "cpu" else "bfloat16",
@@ -76,13 +63,10 @@ def bench_peer(workdir: str, seq_len: int | None, sequences: int, rounds: int) -
     theirs = their_programs(workdir, batch, threads, device)
     ours = our_programs(spec, run.params(), batch)
     losses = {"prope": ours["loss"](), "transformers": theirs["loss"]()}
-    log.info("loss of random tokens: %.5f, of transformers %.5f", *losses.values())
     seconds = {}
     for name in ours:
         times = medians({"prope": ours[name], "transformers": theirs[name]}, rounds)
-        ratio = times["transformers"] / times["prope"]
-        log.info("%s: prope %.4g s, transformers %.4g s", name, *times.values())
-        seconds[name] = times | {"ratio": ratio}
+        seconds[name] = times | {"ratio": times["transformers"] / times["prope"]}
     return {
         "workdir": str(workdir),
         "transformers": importlib.metadata.version("transformers"),
@@ -90,29 +74,11 @@ def bench_peer(workdir: str, seq_len: int | None, sequences: int, rounds: int) -
         "device": jax.devices()[0].device_kind,
         "threads": threads,
         "dtype": spec.model.dtype,
-        "parameters": parameters.count(spec.model),
         "sequences": sequences,
         "seq_len": spec.data.seq_len,
-        "model_flops_per_token": flops.model_flops_per_token(spec.model, spec.data.seq_len),
         "losses": losses,
         "seconds": seconds,
     }
-
-
-def torch_device() -> str:
-    """Returns torch's name of the kind of device that JAX has: cpu or cuda."""
-    platform = jax.devices()[0].platform
-    if platform == "cpu":
-        return "cpu"
-    if platform != "gpu":
-        raise UsageError(
-            f"--peer compares on CPUs and GPUs, and JAX has a {platform}; set JAX_PLATFORMS=cpu"
-        )
-    import torch
-
-    if not torch.cuda.is_available():
-        raise UsageError("--peer: torch sees no GPU, and JAX has one; set JAX_PLATFORMS=cpu")
-    return "cuda"
 
 
 def our_programs(spec: Spec, params: model.Params, batch: dict[str, jax.Array]) -> Programs:
@@ -204,3 +170,16 @@ def their_programs(
         "prefill": lambda: generate(1),
         f"prefill and {NEW_TOKENS} tokens": lambda: generate(NEW_TOKENS),
     }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("workdir", help="directory of the run")
+    parser.add_argument("--seq_len", type=int, help="tokens of a sequence; by default the run's")
+    parser.add_argument("--sequences", type=int, default=1, help="of the batch")
+    parser.add_argument("--rounds", type=int, default=10, help="timed turns of each program")
+    print(json.dumps(measure(**vars(parser.parse_args()))))
+
+
+if __name__ == "__main__":
+    main()
