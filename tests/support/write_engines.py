@@ -31,8 +31,6 @@ SIZES = {
 }
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 P_ROPE = {"rope_type": "proportional", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
-YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "attention_factor": 1.0}
-YARN |= {"original_max_position_embeddings": 32}
 KINDS = ["sliding_attention", "full_attention"]
 GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 8, "layer_types": KINDS}
 
@@ -48,7 +46,6 @@ MODELS = {
     "llama-new_fields": {"rope_parameters": P_ROPE},
     "llama-p0": rotate(P_ROPE | {"partial_rotary_factor": 0.0}),
     "llama-odd": rotate(P_ROPE | {"partial_rotary_factor": 0.2}),
-    "llama-yarn": rotate(YARN),
     "mistral": rotate(ROPE) | {"sliding_window": 8},
     "gemma2": rotate(P_ROPE) | GEMMA | {"sliding_window": 128},
     "gemma2-window": rotate(ROPE) | GEMMA,
