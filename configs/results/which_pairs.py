@@ -30,7 +30,7 @@ class Evaluations:
         self.as_it_is = {}  # by folder, text and length: the record and its folder
         self.chosen = {}  # by these and the choice: rule, per, keep, text that chose
         choices = {}
-        for path in sorted(work.glob("**/pairs*.json")):
+        for path in self._files("pairs*.json"):
             pairs = json.loads(path.read_text())
             text = pairs["text"]
             chooser = f"{text['sequences']} {TEXTS[text['source']]} x {text['seq_len']}"
@@ -39,8 +39,8 @@ class Evaluations:
             name = (pairs["rule"], pairs["per"], pairs["keep"], chooser)
             digest = hashlib.sha256(pairs["rope_pairs"].encode()).hexdigest()[:12]
             choices.setdefault(digest, {})[name] = True
-        for path in sorted(work.glob("**/eval.jsonl")):
-            for record in () if path.parts[-3] == "training" else read_jsonl(path):
+        for path in self._files("eval.jsonl"):
+            for record in read_jsonl(path):
                 digest = record.get("changed", {}).get("model.rope_pairs")
                 about = (TEXTS[record["dataset"]], record["seq_len"])
                 names = choices.get(digest, ())
@@ -51,6 +51,10 @@ class Evaluations:
                         found[key] = (record, path.parent)
         self.as_it_is = dict(sorted(self.as_it_is.items(), key=_place))
         self.chosen = dict(sorted(self.chosen.items(), key=_place))
+
+    def _files(self, pattern: str) -> list[pathlib.Path]:
+        found = sorted(self.work.glob(f"**/{pattern}"))
+        return [path for path in found if path.relative_to(self.work).parts[0] != "training"]
 
     def difference(self, one: tuple, other: tuple, positions: tuple | None = None):
         """Returns the first record's loss minus the second's, at positions of their windows."""
@@ -136,7 +140,7 @@ def training_rows(work: pathlib.Path) -> list[str]:
     Runs are folders of `work`, named as "change_0.25,seed=0"; the control is named "control".
     """
     runs = {}
-    for path in sorted(work.glob("*/eval.jsonl")):
+    for path in sorted(work.glob("*,seed=*/eval.jsonl")):
         records = {r["step"]: r for r in read_jsonl(path) if r["seq_len"] == 1024}
         runs[path.parent.name] = {n: r["loss"] for n, r in records.items()}  # of step 0 the last
     rows = []
@@ -146,6 +150,20 @@ def training_rows(work: pathlib.Path) -> list[str]:
         steps = {n: losses[n] - (0 if arm == "control" else control[n]) for n in losses}
         write = "{:.4f}".format if arm == "control" else signed
         rows.append(row(arm, seed, *(write(steps[n]) if n in steps else "" for n in (0, 25, 50))))
+    return rows
+
+
+def training_contrasts(model: Evaluations) -> list[str]:
+    """`change` minus `norm` for a quarter of the pairs, trained alike, paired by document."""
+    rows = []
+    for step in (25, 50):
+        trained = []
+        for rule in ("change", "norm"):
+            place = model.work / "training" / f"{rule}_0.25,seed=0"
+            records = [r for r in read_jsonl(place / "eval.jsonl") if r["step"] == step]
+            trained.append((records[-1], place))
+        difference = model.difference(*trained)
+        rows.append(row("change - norm, 0.25", step, difference.samples, *cells_of(difference)))
     return rows
 
 
@@ -192,8 +210,9 @@ def main(arguments: list[str]) -> None:
         for model in models:
             print("\n".join(table(model)))
         print()
-    for work in works:
-        print("\n".join(training_rows(work / "training")))
+    for model in models:
+        if (model.work / "training").is_dir():
+            print("\n".join(training_rows(model.work / "training") + training_contrasts(model)))
     if arguments and arguments[-1].endswith(".png"):
         pathlib.Path(arguments[-1]).write_bytes(draw(models).render())
 

@@ -473,6 +473,8 @@ def test_which_pairs_must_rotate_is_in_its_records(tmp_path):
     models = [script["Evaluations"](tmp_path / name) for name in ("SmolLM2-135M", "Gemma-3-270M")]
     tables = [script[name] for name in ("losses_as_it_is", "loss_rows", "contrast_rows")]
     rows = [row for table in tables for model in models for row in table(model)]
+    rows += script["training_contrasts"](models[0])
+    rows += script["training_rows"](tmp_path / "SmolLM2-135M/training")
     assert len(rows) > 30
     assert [row for row in rows if row not in lines] == []
     assert script["draw"](models).render().startswith(b"\x89PNG")
