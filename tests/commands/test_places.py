@@ -88,7 +88,6 @@ PLACES = [
     ("prope.export_hf", ("workdir", "output")),
     ("prope.export_gguf", ("workdir", "output")),
     ("prope.import_hf", ("input", "workdir", "tokenizer")),
-    ("prope.bench", ("workdir",)),
     ("prope.check_port", ("values",)),
     ("prope.data.train_tokenizer", ("output",)),
     ("launch.sweep", ("workdir", "init_from")),
