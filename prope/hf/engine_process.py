@@ -61,7 +61,7 @@ def ask_vllm(export: str, prompts: list[list[int]], texts: list[str]) -> dict[st
     options = {"dtype": "float32", "enforce_eager": True, "trust_remote_code": True}
     options |= {"max_model_len": max(map(len, prompts)) + 1, "max_num_seqs": 1}
     model = LLM(export, skip_tokenizer_init=not texts, max_logprobs=count, **options)
-    sampling = SamplingParams(max_tokens=1, temperature=0, logprobs=_NUM_COMPARED, detokenize=False)
+    sampling = SamplingParams(max_tokens=1, temperature=0, logprobs=count, detokenize=False)
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
     answers = {"tokens": [], "scores": [], "ids": []}
     for answer in model.generate(asked, sampling, use_tqdm=False):

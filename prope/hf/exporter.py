@@ -91,9 +91,9 @@ def export(
             if check == "mlx" and hf_config["model_type"] == "gemma3_text":
                 bound = engines.BOUNDS["bfloat16"]  # it multiplies by sqrt(D) in bfloat16
             checked = engines.check(check, run, spec, tokenizer, directory, bound)
-            (directory / "README.md").write_text(
-                write_card(target.name, run.step, spec, hf_config, tokenizer, checked)
-            )
+            found = checked if engines.is_there(check) else None
+            card = write_card(target.name, run.step, spec, hf_config, tokenizer, found)
+            (directory / "README.md").write_text(card)
             return checked
 
     run, checked = run.restore_newest_valid(write)

@@ -23,10 +23,10 @@ tags: [p-rope]
 {parameters:,} parameters of `{hf_class}`, {origin}. {rotation}{share}.
 
 ```python
-from transformers import AutoModelForCausalLM, {tokenizer_class}
+from transformers import {classes}
 
 model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
-tokenizer = {tokenizer_class}.from_pretrained("{name}")
+{tokenizer}
 ```
 
 | engine | |
@@ -53,6 +53,11 @@ def write_card(
     is_p = model.rope_type == "proportional" and not model.rope_pairs
     is_new = hf_config["model_type"] in ("qwen2", "qwen3", "smollm3") and SLIDING in model.kinds
     is_new |= "longrope" in json.dumps(hf_config["rope_parameters"])
+    classes = ["AutoModelForCausalLM"]
+    tokenizer_line = "# The ids of a text are 2, then 4 more than each of its bytes."
+    if spec.data.tokenizer != "byte":
+        classes.append(tokenizer_class(hf_config["model_type"], tokenizer))
+        tokenizer_line = f'tokenizer = {classes[-1]}.from_pretrained("{name}")'
     llama_cpp = "does not; its own converter may not say so"
     with contextlib.suppress(UsageError):
         choose_architecture(model)
@@ -65,7 +70,8 @@ def write_card(
         origin=trained if step else "imported by prope",
         rotation=model.describe_rotation(),
         share=f", p = {model.rope_percentage}" if is_p else "",
-        tokenizer_class=tokenizer_class(hf_config["model_type"], tokenizer),
+        classes=", ".join(classes),
+        tokenizer=tokenizer_line,
         trust=", trust_remote_code=True" if is_custom else "",
         vllm="does not" if is_custom else "not tried" if is_new else "computes it",
         mlx=f"does not: it {problem}" if problem else "computes it",

@@ -12,7 +12,8 @@ from prope.hf import config_json, exporter
 
 needs = {
     name: pytest.mark.skipif(
-        importlib.util.find_spec(package) is None, reason=f"source launch/setup.sh {extra}"
+        importlib.util.find_spec(package) is None,
+        reason=f"{package} is not installed: source launch/setup.sh {extra}",
     )
     for name, package, extra in (("mlx", "mlx_lm", "engines"), ("transformers", "torch", "hf"))
 }
@@ -62,11 +63,14 @@ def test_a_folder_is_compared_in_an_engine_before_it_appears(
             exporter.export(workdir, output, check=engine)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     found = exporter.export(workdir, output, check=engine)["checked"]
-    assert found.startswith(engine) and found in (tmp_path / "hf" / "README.md").read_text()
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert found.startswith(engine) and found in card
+    assert 'AutoTokenizer.from_pretrained("hf")' in card
 
 
-def test_an_engine_that_is_not_there_checks_nothing(tmp_path):
-    if importlib.util.find_spec("vllm"):
-        pytest.skip("vllm is there")
+def test_an_engine_that_is_not_there_checks_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     _, _, result = export_case(tmp_path, "vllm", 0.25, LLAMA, check="vllm")
     assert result["checked"].startswith("not checked there: pip install vllm")
+    card = (tmp_path / "hf" / "README.md").read_text()  # of a run of bytes
+    assert "AutoTokenizer" not in card and "not measured" in card and "pip" not in card

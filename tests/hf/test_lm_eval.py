@@ -61,7 +61,10 @@ def test_prope_evaluate_predicts_the_end_and_joins_documents(measured):
     assert bits == pytest.approx([(text + end) / BITS, joined / BITS], rel=1e-5)
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="launch/setup.sh engines")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("lm_eval"),
+    reason="lm-eval is not installed: source launch/setup.sh engines",
+)
 @pytest.mark.filterwarnings("ignore")  # of libraries
 @pytest.mark.parametrize("left_out", [(), ("</s>",), ("</s>", '"add_bos_token": False, ')])
 def test_lm_eval_computes_the_same_by_the_lines_of_the_readme(measured, monkeypatch, left_out):
