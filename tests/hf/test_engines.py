@@ -73,4 +73,4 @@ def test_an_engine_that_is_not_there_checks_nothing(tmp_path, monkeypatch):
     _, _, result = export_case(tmp_path, "vllm", 0.25, LLAMA, check="vllm")
     assert result["checked"].startswith("not checked there: pip install vllm")
     card = (tmp_path / "hf" / "README.md").read_text()  # of a run of bytes
-    assert "AutoTokenizer" not in card and "not measured" in card and "pip" not in card
+    assert "AutoTokenizer" not in card and "not measured" in card and "pip install" not in card
