@@ -27,10 +27,9 @@ _TABLE = tomllib.loads(pathlib.Path(__file__).with_name("chips.toml").read_text(
 CHIPS = {name: Chip(**fields) for name, fields in _TABLE.items()}
 
 
-def peak_flops(device_kind: str) -> float | None:
-    """Returns the bf16 FLOP/s of a `jax.Device.device_kind`; None for one not in the table."""
-    peaks = {kind: chip.flops for chip in CHIPS.values() for kind in chip.device_kinds}
-    return peaks.get(device_kind)
+def find_chip(device_kind: str) -> Chip | None:
+    """Returns the chip of a `jax.Device.device_kind`; None for one not in the table."""
+    return next((chip for chip in CHIPS.values() if device_kind in chip.device_kinds), None)
 
 
 def roofline_seconds(
