@@ -16,6 +16,7 @@ devices, and the matmul on one.
 matmul MLP, attention or norms, as measured and as a roofline has them, and how long none ran.
 
 --rope times `apply_p_rope` beside the paper's listing, each as a multiple of a plain copy, x + 1.
+On a GPU or TPU 20 calls are timed together, so that the time to start a program does not count.
 """
 
 from absl import flags

@@ -26,18 +26,21 @@ def test_the_baseline_is_the_formula_in_float32(p):
     np.testing.assert_allclose(rotated, expected, rtol=0, atol=1e-5)
 
 
-def test_programs_are_timed_alternately_after_two_rounds(monkeypatch):
-    calls = []
+@pytest.mark.parametrize("calls", [1, 3])
+def test_programs_are_timed_alternately_after_two_rounds(monkeypatch, calls):
+    """Calls that follow each other are made before one result is waited for."""
+    events = []
     clock = [0.0]
     monkeypatch.setattr(bench.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(jax, "block_until_ready", lambda _: events.append("wait"))
 
     def program(name, seconds):
-        calls.append(name)
-        clock[0] += 9.0 if len(calls) <= 4 else seconds
+        clock[0] += 9.0 if len(events) <= 4 * calls else seconds
+        events.append(name)
 
     programs = {"a": lambda: program("a", 1.0), "b": lambda: program("b", 2.0)}
-    assert bench.medians(programs, rounds=1) == {"a": 1.0, "b": 2.0}
-    assert calls == list("ab") * 3
+    assert bench.medians(programs, rounds=1, calls=calls) == {"a": 1.0, "b": 2.0}
+    assert events == (["a"] * calls + ["wait"] + ["b"] * calls + ["wait"]) * 3
 
 
 def test_the_command_prints_multiples_of_a_copy(run_command):
