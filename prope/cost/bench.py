@@ -120,10 +120,11 @@ def bench_step(spec: Spec, steps: int, with_profile: bool = False) -> dict:
     prepared = prepare(spec, devices)
     spec, mesh, optimizer, shapes = prepared
     options = compiler_options(spec, mesh)
-    if with_profile and first.platform == "gpu":
-        options["xla_gpu_enable_command_buffer"] = ""
-    # A program from the cache might have the source paths of an earlier version.
-    jax.config.update("jax_compilation_cache_include_metadata_in_key", with_profile)
+    if with_profile:
+        # A program from the cache might have the source paths of an earlier version.
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+        if first.platform == "gpu":
+            options["xla_gpu_enable_command_buffer"] = ""
     start = time.perf_counter()
     with compiling():
         step = compile_step(spec, optimizer, mesh, shapes, options)

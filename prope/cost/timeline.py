@@ -13,6 +13,7 @@ from prope.cost.flops import Chip
 from prope.cost.hlo import Computation, runs
 
 _STEPS = 3  # that are traced
+_SCALE = 1e-6 / _STEPS  # from nanoseconds to the milliseconds of one
 _CONTAINERS = ("while", "conditional", "call")  # their time is that of the kernels in them
 
 
@@ -49,12 +50,12 @@ def _kernels(planes: list, module: Computation) -> Iterator[tuple[float, float, 
     On a device what is not in the module is of the class "other".
     """
     names = {x.name: x.opcode not in _CONTAINERS and classify(x) for x, _ in runs(module)}
-    scale = 1e-6 / _STEPS
     devices = [plane for plane in planes if re.match("/device:[GT]PU:", plane.name)]
-    for line in (line for plane in devices[:1] or planes for line in plane.lines):
-        if not devices or re.match("Stream|XLA Ops", line.name):
+    for plane in devices[:1] or planes:
+        prefix = "Stream" if "GPU" in plane.name else "XLA Ops" if devices else ""
+        for line in (line for line in plane.lines if line.name.startswith(prefix)):
             for event in line.events:
                 text = str(dict(event.stats).get("hlo_op", event.name))  # a TPU's is "%NAME = .."
                 name = names.get(re.match(r"%?([\w.\-]*)", text)[1], devices and "other")
                 if name:
-                    yield scale * event.start_ns, scale * event.end_ns, name
+                    yield _SCALE * event.start_ns, _SCALE * event.end_ns, name

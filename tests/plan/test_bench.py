@@ -123,7 +123,7 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
     gpu = [
         line("Stream #13", ("nvjet", "dot.1", 10, 16), ("kernel", "copy.1", 14, 22)),
         line("Stream #14", ("Memcpy", None, 31, 34)),
-        line("XLA Modules", ("jit_step", None, 0, 99)),
+        line("XLA Ops", ("dot.1", "dot.1", 0, 99)),  # derived from the streams
     ]
     ops = ("%loop = f32[8,8]{1,0} while(", None, 10, 30), ("%dot.1 = f32[8,8] dot", None, 10, 16)
     tpu = [line("XLA Ops", *ops, ("copy.1", None, 28, 31)), line("Steps", ("1", None, 0, 99))]
