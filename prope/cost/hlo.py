@@ -43,8 +43,8 @@ class Instruction:
         return match and match[1]
 
     def called(self, key: str) -> "Computation":
-        """Returns the computation that an attribute names."""
-        return self.computations[self.attribute(key)]
+        """Returns the computation that an attribute names, of the done of a start the start's."""
+        return self.computations[self.start.attribute(key)]
 
     @property
     def bytes(self) -> int:

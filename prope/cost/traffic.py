@@ -195,7 +195,7 @@ def _bytes_read(x: Instruction, i: int, size: int) -> int:
     """Counts the bytes that x reads of its operand i, which has `size` bytes in HBM."""
     if x.kind in _SLICES and i == 0:
         return x.bytes if size else 0
-    if x.opcode == "fusion":
+    if x.kind == "fusion":
         inner = x.called("calls").instructions.values()
         views = [p for p in inner if p.opcode == "parameter" and p.inside == str(i)]
     elif x.opcode == "bitcast":
@@ -212,7 +212,7 @@ def _bytes_written(x: Instruction) -> int:
     operands = x.start.operands
     if x.opcode == "tuple":
         return sum(map(_bytes_written, operands))
-    if x.opcode == "fusion":
+    if x.kind == "fusion":
         return _bytes_written(x.called("calls").root)
     if x.opcode == "bitcast" and x.hbm_bytes:
         return _bytes_written(operands[0])

@@ -278,6 +278,44 @@ def test_asynchronous_computations_count_once():
     assert hbm_bytes(ASYNCHRONOUS) == (256 + 32) + (32 + 64)
 
 
+# A row of 8 is read from a stack of 4 and written into another, beside what the GPU does next.
+ASYNC_FUSIONS = """
+%take (stack: f32[4,8], i: s32[]) -> f32[8] {
+  %stack.1 = f32[4,8]{1,0} parameter(0)
+  %i.1 = s32[] parameter(1)
+  %zero.1 = s32[] constant(0)
+  %row.1 = f32[1,8]{1,0} dynamic-slice(%stack.1, %i.1, %zero.1), dynamic_slice_sizes={1,8}
+  ROOT %bitcast.1 = f32[8]{0} bitcast(%row.1)
+}
+
+%put (stack: f32[4,8], row: f32[8], i: s32[]) -> f32[4,8] {
+  %stack.2 = f32[4,8]{1,0} parameter(0)
+  %row.2 = f32[8]{0} parameter(1)
+  %i.2 = s32[] parameter(2)
+  %zero.2 = s32[] constant(0)
+  %bitcast.2 = f32[1,8]{1,0} bitcast(%row.2)
+  ROOT %put.2 = f32[4,8]{1,0} dynamic-update-slice(%stack.2, %bitcast.2, %i.2, %zero.2)
+}
+
+ENTRY %main (x: f32[4,8], y: f32[4,8], i: s32[]) -> f32[4,8] {
+  %x = f32[4,8]{1,0} parameter(0)
+  %y = f32[4,8]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %taking = ((f32[4,8]{1,0}, s32[]), f32[8]{0}, u32[]) fusion-start(%x, %i), kind=kLoop, calls=%take
+  %taken = f32[8]{0} fusion-done(%taking)
+  %putting = ((f32[4,8]{1,0}, f32[8]{0}, s32[]), f32[4,8]{1,0}, u32[]) \
+fusion-start(%y, %taken, %i), kind=kLoop, calls=%put
+  ROOT %result = f32[4,8]{1,0} fusion-done(%putting)
+}
+"""
+
+
+def test_an_asynchronous_fusion_reads_and_writes_what_its_computation_does():
+    row = 4 * 8
+    index = 4
+    assert hbm_bytes(ASYNC_FUSIONS) == (row + index + row) + (row + index + row)
+
+
 def test_an_elementwise_program_reads_and_writes_once():
     def compare(x, y):
         return x * 2 > y
