@@ -139,13 +139,14 @@ def make_train_step(spec: Spec, optimizer: optax.GradientTransformation):
         # The mean is over the whole batch, because microbatches may differ in weight.
         num_tokens = jnp.maximum(batch["weights"].sum(), 1)
         loss, gradient = jax.tree.map(lambda total: total / num_tokens, sums)
-        metrics = {
-            "loss": loss,
-            "grad_norm": optax.tree.norm(gradient),
-            "batch_hash": hash_batch(batch),
-        }
-        updates, new_opt_state = optimizer.update(gradient, opt_state, params)
-        state = (optax.apply_updates(params, updates), new_opt_state)
+        with jax.named_scope("optimizer"):
+            metrics = {
+                "loss": loss,
+                "grad_norm": optax.tree.norm(gradient),
+                "batch_hash": hash_batch(batch),
+            }
+            updates, new_opt_state = optimizer.update(gradient, opt_state, params)
+            state = (optax.apply_updates(params, updates), new_opt_state)
         if spec.on_nonfinite == "skip":
             finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
             state = skip_nonfinite(finite, state, (params, opt_state))
@@ -184,7 +185,8 @@ def _summed_loss(spec, params, batch):
     hidden = batch_hidden(spec, params, batch)
     cap = spec.model.final_softcap
     tokens = (batch["targets"], batch["weights"])
-    return weighted_loss(hidden, model.head(params), *tokens, cap, spec.loss_dtype)
+    with jax.named_scope("loss"):
+        return weighted_loss(hidden, model.head(params), *tokens, cap, spec.loss_dtype)
 
 
 def trace_step(
@@ -226,11 +228,18 @@ def compiler_options(spec: Spec, mesh: jax.sharding.Mesh) -> dict[str, bool]:
 
 
 def compile_step(
-    spec: Spec, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh, state
+    spec: Spec,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    state,
+    options: dict | None = None,
 ) -> jax.stages.Compiled:
-    """Traces, lowers and compiles the training step; arguments as `trace_step`."""
+    """Traces, lowers and compiles the training step, with `compiler_options` if none are given.
+
+    Other arguments are as for `trace_step`.
+    """
     start = time.perf_counter()
     lowered = trace_step(spec, optimizer, mesh, state).lower()
-    compiled = lowered.compile(compiler_options=compiler_options(spec, mesh))
+    compiled = lowered.compile(compiler_options=options or compiler_options(spec, mesh))
     log.info("compiled in %.1f s", time.perf_counter() - start)
     return compiled
