@@ -57,16 +57,18 @@ def _choose_attention(spec: Spec, layer: Layer, device) -> tuple[str, str]:
             layer.head_dim,
             spec.model.dtype,
             segmented=spec.data.mask_documents,
-            heads_divide=_context_divides_heads(spec, layer),
+            fits_context=_fits_context(spec, layer),
             capped=spec.model.attention_softcap is not None,
         )
     except ValueError as error:
         raise UsageError(f"config.model.{str(error).replace('attention', field, 1)}") from None
 
 
-def _context_divides_heads(spec: Spec, layer: Layer) -> bool:
-    """Returns whether a device's heads, and its key/value heads unless it has one, can be split."""
+def _fits_context(spec: Spec, layer: Layer) -> bool:
+    """Returns whether cuDNN can share a sequence: it exchanges heads, and not with documents."""
     C = spec.mesh.context
+    if C > 1 and spec.data.mask_documents:
+        return False
     heads = spec.model.num_heads // spec.mesh.tensor
     kv_heads = layer.num_kv_heads // spec.mesh.tensor
     return heads % C == 0 and (kv_heads <= 1 or kv_heads % C == 0)

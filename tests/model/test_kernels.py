@@ -1,8 +1,8 @@
 """Splash attention's blocks: each chip's compile for it; matmuls of bfloat16."""
 
 import functools
-import math
 import json
+import math
 import os
 import re
 import subprocess

@@ -12,11 +12,12 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.sharding import AbstractMesh
 from support.commands import refusal
 from support.compiled import array_shapes
-from support.models import DENSE4, E4, SWITCHES, assert_trees_close, same
+from support.models import DENSE4, E4, SWITCHES, assert_trees_close, documents_by_xla, same
 from support.processes import on_eight_devices
 
-from prope import loss, model, parameters, sharding
+from prope import attention, loss, model, parameters, sharding
 from prope import step as step_module
+from prope.kernels import documents
 from prope.optimizer import make_optimizer
 from prope.sharding import check_devices
 from prope.spec.run import MeshSpec, Spec
@@ -201,7 +202,7 @@ CASES = [
     (GQA | MASKED, (1, 8, 1), "full", False, TWICE),
     (MQA, (2, 4, 1), "minimal", True, TWICE),
     (MHA, (1, 4, 2), "save_qkv", True, {}),
-    (MHA | MASKED, (1, 2, 4), "minimal", True, TWICE),
+    (MHA | MASKED, (1, 2, 4), "minimal", True, TWICE | CUDNN),
     (GQA | MASKED | ODD, (1, 8, 1), "none", True, {}),
     (GQA | MASKED | NARROW, (2, 2, 2), "none", True, {}),
     (MQA | LONG, (2, 2, 2), "save_qkv", True, SPLASH),
@@ -240,6 +241,8 @@ def run_kernels_on_cpu():
         return attend(*arrays, **options)
 
     jax.nn.dot_product_attention = by_xla
+    documents.cudnn.dot_product_attention = documents_by_xla
+    attention.most_documents = lambda T: T
 
 
 def check_few_steps():
