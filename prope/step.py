@@ -15,6 +15,7 @@ import optax
 
 from prope import model, sharding
 from prope.attention import choose_implementation
+from prope.encodings import Tables
 from prope.errors import UsageError, log
 from prope.kernels.choice import matmul_precision
 from prope.loss import weighted_loss
@@ -113,23 +114,27 @@ def batch_shapes(spec: Spec, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtyp
     }
 
 
-def batch_hidden(spec: Spec, params: model.Params, batch: dict[str, jax.Array]) -> jax.Array:
+def batch_hidden(
+    spec: Spec, params: model.Params, batch: dict[str, jax.Array], tables: Tables | None = None
+) -> jax.Array:
     """Runs the decoder on a batch: its output for every token, [B, T, D]."""
     segment_ids = batch["segment_ids"] if spec.data.mask_documents else None
-    return model.hidden_states(spec.model, params, batch["tokens"], batch["positions"], segment_ids)
+    inputs = (batch["tokens"], batch["positions"], segment_ids, tables)
+    return model.hidden_states(spec.model, params, *inputs)
 
 
 def make_train_step(spec: Spec, optimizer: optax.GradientTransformation):
     """Makes the update (params, opt_state, batch) -> (params, opt_state, metrics).
 
-    The metrics are loss, grad_norm and batch_hash.
+    The metrics are loss, grad_norm and batch_hash. A fourth argument replaces the tables of
+    rotation, as in `model.hidden_states`.
     """
 
-    def step(params, opt_state, batch):
+    def step(params, opt_state, batch, tables=None):
         # Microbatch i has rows i, i + accumulation, ..: each device holds rows of every microbatch.
         rows = len(batch["tokens"])
         microbatch_rows = rows // spec.accumulation if spec.accumulation > 1 else None
-        loss_and_gradient = jax.value_and_grad(functools.partial(_summed_loss, spec))
+        loss_and_gradient = jax.value_and_grad(functools.partial(_summed_loss, spec, tables))
         accumulated = optax.microbatch(loss_and_gradient, 1, microbatch_rows)
         sums = accumulated(params, batch)
         # The mean is over the whole batch, because microbatches may differ in weight.
@@ -150,9 +155,9 @@ def make_train_step(spec: Spec, optimizer: optax.GradientTransformation):
     return step
 
 
-def _summed_loss(spec, params, batch):
+def _summed_loss(spec, tables, params, batch):
     """Sums the losses of a batch's tokens."""
-    hidden = batch_hidden(spec, params, batch)
+    hidden = batch_hidden(spec, params, batch, tables)
     cap = spec.model.final_softcap
     return weighted_loss(hidden, model.head(params), batch["targets"], batch["weights"], cap)
 

@@ -1,0 +1,74 @@
+"""Arms and seeds that train as one program are single runs; the text that they are trained on."""
+
+import functools
+import io
+import runpy
+import tarfile
+
+import jax
+import numpy as np
+import pytest
+from support.commands import ROOT
+
+from prope.optimizer import make_optimizer
+from prope.step import init_state, make_train_step
+
+SCRIPT = runpy.run_path(str(ROOT / "configs/results/unrotated_or_fast.py"))
+
+
+def draw_batch(seed, B=2, T=64):
+    tokens = np.random.default_rng(seed).integers(3, 260, (B, T + 1), dtype=np.int32)
+    ones = np.ones((B, T), np.int32)
+    positions = np.tile(np.arange(T, dtype=np.int32), (B, 1))
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": positions}
+    return batch | {"segment_ids": ones, "weights": ones.astype(np.float32)}
+
+
+def test_arm_and_seed_is_the_single_run_of_them():
+    arms, seeds = ("rope-tiny", "partial-tiny"), (3, 4)
+    specs = [[SCRIPT["get_spec"](SCRIPT["PAGE"], arm, seed, "") for seed in seeds] for arm in arms]
+    optimizer = make_optimizer(specs[0][0])
+    batches = [[draw_batch(10 * seed + step) for seed in seeds] for step in range(3)]
+    init = jax.jit(init_state, static_argnums=(0, 1))
+    states = [[init(spec, optimizer) for spec in row] for row in specs]
+    together = jax.tree.map(
+        lambda *leaves: np.stack(leaves).reshape(len(arms), len(seeds), *leaves[0].shape),
+        *[state for row in states for state in row],
+    )
+    phases = SCRIPT["arm_phases"]([row[0] for row in specs])
+    step = jax.jit(SCRIPT["make_step"](specs[0][0], optimizer))
+    losses = []
+    for of_seeds in batches:
+        batch = jax.tree.map(lambda *leaves: np.stack(leaves), *of_seeds)
+        *together, metrics = step(*together, batch, phases)
+        losses.append(metrics["loss"])
+    single = functools.cache(lambda arm: jax.jit(make_train_step(specs[arm][0], optimizer)))
+    final = []
+    for arm, seed in np.ndindex(len(arms), len(seeds)):
+        state = states[arm][seed]
+        for number, of_seeds in enumerate(batches):
+            *state, metrics = single(arm)(*state, of_seeds[seed])
+            np.testing.assert_allclose(losses[number][arm, seed], metrics["loss"], rtol=1e-5)
+        final.append(float(metrics["loss"]))
+    assert len(set(final)) == len(final)  # arms and seeds do differ
+
+
+def test_whole_subsystems_are_held_out(tmp_path):
+    source = tmp_path / "linux.tar.xz"
+    with pytest.raises(SystemExit, match="linux-source-6.1"):
+        SCRIPT["pack"](str(source), str(tmp_path / "data"))
+    files = ("fs/ext4/inode.c", "fs/ext2/inode.c", "net/ipv4x/a.c", "Documentation/x/y.rst")
+    with tarfile.open(source, "w:xz") as archive:
+        for name in files:
+            text = f"{name} {'x' * 3000}".encode()
+            member = tarfile.TarInfo(f"linux-source-6.1/{name}")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text))
+    totals = SCRIPT["pack"](str(source), str(tmp_path / "data"))
+    assert totals["validation"] > 3000
+    read = {
+        split: SCRIPT["lzma"].open(tmp_path / f"data/{split}.jsonl.xz", "rt").read()
+        for split in totals
+    }
+    assert [name for name in files if name in read["validation"]] == ["fs/ext4/inode.c"]
+    assert [name for name in files if name in read["train"]] == list(files[1:])
