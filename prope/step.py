@@ -119,8 +119,9 @@ def batch_hidden(
 ) -> jax.Array:
     """Runs the decoder on a batch: its output for every token, [B, T, D]."""
     segment_ids = batch["segment_ids"] if spec.data.mask_documents else None
-    inputs = (batch["tokens"], batch["positions"], segment_ids, tables)
-    return model.hidden_states(spec.model, params, *inputs)
+    return model.hidden_states(
+        spec.model, params, batch["tokens"], batch["positions"], segment_ids, tables
+    )
 
 
 def make_train_step(spec: Spec, optimizer: optax.GradientTransformation):

@@ -42,7 +42,7 @@ HELD_OUT_MB = 1.0  # of each of the three
 # --- Text -----------------------------------------------------------------------------------------
 
 
-def pack(source: str, output: str) -> dict:
+def pack(source: str, output: str, library: str = sysconfig.get_path("stdlib")) -> dict:
     """Writes DATA/train.jsonl.xz and validation.jsonl.xz; returns their bytes of text."""
     if not pathlib.Path(source).is_file():
         sys.exit(
@@ -58,10 +58,9 @@ def pack(source: str, output: str) -> dict:
                 if member.isfile() and inside and name.endswith(ending):
                     text = archive.extractfile(member).read().decode("utf-8", "replace")
                     texts[split_of(name, held_out)].append((name, text))
-    library = pathlib.Path(sysconfig.get_path("stdlib"))
-    for path in library.rglob("*.py"):
+    for path in pathlib.Path(library).rglob("*.py"):
         name = str(path.relative_to(library))
-        if not {"site-packages", "dist-packages", "test", "tests"} & set(path.parts):
+        if not {"site-packages", "dist-packages", "test", "tests"} & set(name.split("/")):
             text = path.read_text("utf-8", "replace")
             found[2][split_of(name, LIBRARY[1])].append((name, text))
     sizes = [size for _, _, size, _ in KERNEL] + [LIBRARY[0]]

@@ -64,11 +64,17 @@ def test_whole_subsystems_are_held_out(tmp_path):
             member = tarfile.TarInfo(f"linux-source-6.1/{name}")
             member.size = len(text)
             archive.addfile(member, io.BytesIO(text))
-    totals = SCRIPT["pack"](str(source), str(tmp_path / "data"))
+    library = tmp_path / "library"
+    for name in ("json/a.py", "jsonx/b.py"):
+        (library / name).parent.mkdir(parents=True)
+        (library / name).write_text(f"# {name} {'x' * 3000}")
+    totals = SCRIPT["pack"](str(source), str(tmp_path / "data"), str(library))
     assert totals["validation"] > 3000
     read = {
         split: SCRIPT["lzma"].open(tmp_path / f"data/{split}.jsonl.xz", "rt").read()
         for split in totals
     }
-    assert [name for name in files if name in read["validation"]] == ["fs/ext4/inode.c"]
-    assert [name for name in files if name in read["train"]] == list(files[1:])
+    held_out = {"fs/ext4/inode.c", "json/a.py"}
+    names = {*files, "json/a.py", "jsonx/b.py"}
+    assert {name for name in names if name in read["validation"]} == held_out
+    assert {name for name in names if name in read["train"]} == names - held_out
