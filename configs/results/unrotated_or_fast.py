@@ -26,6 +26,9 @@ import tarfile
 import time
 
 import numpy as np
+from etils import epath
+
+from prope.errors import UsageError, usage_error
 
 FILE = pathlib.Path(__file__).parents[1] / "unrotated_or_fast.py"
 PAGE = runpy.run_path(str(FILE))
@@ -45,10 +48,8 @@ HELD_OUT_MB = 1.0  # of each of the three
 def pack(source: str, output: str, library: str = sysconfig.get_path("stdlib")) -> dict:
     """Writes DATA/train.jsonl.xz and validation.jsonl.xz; returns their bytes of text."""
     if not pathlib.Path(source).is_file():
-        sys.exit(
-            f"--source={source}: no such file; it is in Debian's package linux-source-6.1 "
-            "(apt-get install linux-source-6.1, then /usr/src/linux-source-6.1.tar.xz)"
-        )
+        remedy = "apt-get install linux-source-6.1 brings it, as /usr/src/linux-source-6.1.tar.xz"
+        raise usage_error("--source", source, "no such file", remedy)
     found = [{"train": [], "validation": []} for _ in range(3)]
     with tarfile.open(source) as archive:
         for member in archive:
@@ -169,7 +170,7 @@ def train(page: str, size: str, workdir: str, data: str = "", seconds: float = 1
             for name in names
             for seed in range(first, first + TOGETHER)
         }
-        places = {name: pathlib.Path(workdir) / name for name in specs}
+        places = {name: epath.Path(workdir) / name for name in specs}
         last = next(iter(specs.values())).num_steps
         if not all(last in list_steps(place) for place in places.values()):
             break
@@ -181,7 +182,6 @@ def train_together(specs: dict, places: dict, end: float) -> dict:
     """Trains runs, which are [arms, seeds] in this order, to their last step, or until `end`."""
     import jax
     import jax.numpy as jnp
-    from etils import epath
 
     from prope import sharding
     from prope.data.mixture import open_windows
@@ -189,75 +189,81 @@ def train_together(specs: dict, places: dict, end: float) -> dict:
     from prope.kernels.choice import matmul_precision
     from prope.runtime.files import append_jsonl
     from prope.step import init_state, prepare
-    from prope.train import data_state
+    from prope.train import State, data_state, resume
     from prope.workdir.checkpoints import Checkpoints
     from prope.workdir.hashes import hash_arrays
-    from prope.workdir.reader import CheckpointReader
-    from prope.workdir.run import write_config
+    from prope.workdir.run import open_workdir, write_config
 
-    spec, mesh, optimizer, shapes = prepare(next(iter(specs.values())), jax.devices()[:1])
+    prepared = prepare(next(iter(specs.values())), jax.devices()[:1])
+    spec, mesh, optimizer, _ = prepared
     seeds = list(dict.fromkeys(one.seed for one in specs.values()))
     stacked = (len(specs) // len(seeds), len(seeds))
     phases = arm_phases(list(specs.values())[:: len(seeds)])
     windows = open_windows(spec.data, spec.model.vocab_size, "train")
-    start_time = time.monotonic()
+    init = jax.jit(init_state, static_argnums=(0, 1))
+    step_together = jax.jit(make_step(spec, optimizer), donate_argnums=(0, 1))
+
+    def read(step):
+        batches = [train_batch(windows, seed, spec.batch_size, step) for seed in seeds]
+        return {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
+
+    def take(state, arm, seed):
+        return jax.tree.map(lambda leaf: leaf[arm, seed], tuple(state))
+
     with contextlib.ExitStack() as opened, sharding.use(mesh), matmul_precision(spec.model.dtype):
-        saved = {}
-        for name, place in places.items():
-            place.mkdir(parents=True, exist_ok=True)
-            write_config(epath.Path(place), specs[name])
-            keep = specs[name].checkpoint
-            saved[name] = opened.enter_context(Checkpoints(epath.Path(place), keep))
-        common = set.intersection(*(set(found.steps()) for found in saved.values()))
-        start = max(common, default=0)
-        states, hashes = {}, {}
-        init = jax.jit(init_state, static_argnums=(0, 1))
+        checkpoints = {}
         for name, one in specs.items():
+            opened.enter_context(open_workdir(places[name], one))
+            write_config(places[name], one)
+            found = Checkpoints(places[name], one.checkpoint)
+            checkpoints[name] = opened.enter_context(found)
+        common = set.intersection(*(set(found.steps()) for found in checkpoints.values()))
+        start = max(common, default=0)
+        states = []
+        for name, one in specs.items():
+            for step in checkpoints[name].steps():
+                if step > start:  # that others do not have: all were stopped while they saved
+                    checkpoints[name].set_aside(step)
             if start:
-                reader = CheckpointReader(epath.Path(places[name]) / "checkpoints" / str(start))
-                arrays = reader.restore(params=shapes[0], opt_state=shapes[1])
-                states[name] = (arrays["params"], arrays["opt_state"])
-                hashes[name] = reader.init_hash
+                states.append(resume(one, checkpoints[name], prepared, windows))
+                if states[-1].step != start:
+                    problem = f"{places[name]}: checkpoint {start} is damaged and was set aside"
+                    raise UsageError(f"{problem}: run the same command again")
             else:
-                states[name] = init(one, optimizer)
-                hashes[name] = hash_arrays(states[name][0])
-            for step in saved[name].steps():
-                if step > start:  # one that the others of these runs do not have
-                    saved[name].set_aside(step)
+                params, opt_state = init(one, optimizer)
+                states.append(State(0, params, opt_state, hash_arrays(params)))
+        hashes = [state.init_hash for state in states]
         state = jax.tree.map(
-            lambda *leaves: jnp.stack(leaves).reshape(*stacked, *leaves[0].shape), *states.values()
+            lambda *leaves: jnp.stack(leaves).reshape(*stacked, *leaves[0].shape),
+            *[(state.params, state.opt_state) for state in states],
         )
         del states
-        step_fn = jax.jit(make_step(spec, optimizer), donate_argnums=(0, 1))
-
-        def read(step):
-            batches = [train_batch(windows, seed, spec.batch_size, step) for seed in seeds]
-            return {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
-
-        def take(state, arm, seed):
-            return jax.tree.map(lambda leaf: leaf[arm, seed], tuple(state))
-
         seconds = []
+        records = []
         for step, batch in enumerate(prefetch(read, start, spec.num_steps), start + 1):
             begun = time.monotonic()
-            *state, metrics = step_fn(*state, batch, phases)
-            losses = np.asarray(metrics["loss"]).reshape(-1)
+            *state, metrics = step_together(*state, batch, phases)
+            losses = np.asarray(metrics["loss"])
             seconds.append(time.monotonic() - begun)
-            out_of_time = time.monotonic() > end
-            if step % spec.log_every == 0 or step == spec.num_steps:
-                median = float(np.median(seconds[1:] or seconds))
+            median = float(np.median(seconds[1:] or seconds))
+            is_last = step == spec.num_steps or time.monotonic() > end
+            if step % spec.log_every == 0 or is_last:
                 tokens = losses.size * spec.batch_size * spec.data.seq_len / median
                 print(f"step {step}: {losses.mean():.4f}, {tokens:,.0f} tokens/s", file=sys.stderr)
-                for name, loss in zip(specs, losses.tolist(), strict=True):
-                    record = {"step": step, "loss": loss, "step_seconds": median}
-                    append_jsonl(epath.Path(places[name]) / "metrics.jsonl", record)
-            if step % spec.checkpoint_every == 0 or step == spec.num_steps or out_of_time:
+                records.append((step, losses.ravel().tolist(), median))
+            if step % spec.checkpoint_every == 0 or is_last:
                 for number, (name, one) in enumerate(specs.items()):
                     params, opt_state = take(state, *divmod(number, len(seeds)))
-                    identity = {"config": one.to_dict(), "init_hash": hashes[name]}
-                    at = data_state(one, windows, step)
-                    saved[name].save(step, params, opt_state, identity, at)
-            if out_of_time:
+                    identity = {"config": one.to_dict(), "init_hash": hashes[number]}
+                    data = data_state(one, windows, step)
+                    checkpoints[name].save(step, params, opt_state, identity, data)
+                    lines = [
+                        {"step": at, "loss": of_runs[number], "step_seconds": taken}
+                        for at, of_runs, taken in records
+                    ]
+                    append_jsonl(places[name] / "metrics.jsonl", *lines)
+                records = []
+            if is_last:
                 break
     return {
         "runs": len(specs),
@@ -265,8 +271,7 @@ def train_together(specs: dict, places: dict, end: float) -> dict:
         "step": step,
         "of": spec.num_steps,
         "first_step_seconds": round(seconds[0], 2),
-        "step_seconds": round(float(np.median(seconds[1:] or seconds)), 4),
-        "seconds": round(time.monotonic() - start_time, 1),
+        "step_seconds": round(median, 4),
     }
 
 
@@ -404,7 +409,7 @@ def main() -> None:
     elif flags.command == "train":
         has_text = pathlib.Path(flags.data, "train.jsonl.xz").is_file()
         if flags.page == str(FILE) and flags.size != "tiny" and not has_text:
-            sys.exit(f"--data={flags.data}: no train.jsonl.xz; make it with the command pack")
+            raise usage_error("--data", flags.data, "has no train.jsonl.xz", "pack makes it")
         done = train(flags.page, flags.size, flags.workdir, flags.data, flags.seconds)
         print(json.dumps(done))
     else:
@@ -413,4 +418,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

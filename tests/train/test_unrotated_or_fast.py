@@ -9,9 +9,13 @@ import jax
 import numpy as np
 import pytest
 from support.commands import ROOT
+from support.text import read_lines
 
+from prope import train as prope_train
+from prope.errors import UsageError
 from prope.optimizer import make_optimizer
 from prope.step import init_state, make_train_step
+from prope.workdir.run import open_run
 
 SCRIPT = runpy.run_path(str(ROOT / "configs/results/unrotated_or_fast.py"))
 
@@ -55,7 +59,7 @@ def test_arm_and_seed_is_the_single_run_of_them():
 
 def test_whole_subsystems_are_held_out(tmp_path):
     source = tmp_path / "linux.tar.xz"
-    with pytest.raises(SystemExit, match="linux-source-6.1"):
+    with pytest.raises(UsageError, match="apt-get install linux-source-6.1"):
         SCRIPT["pack"](str(source), str(tmp_path / "data"))
     files = ("fs/ext4/inode.c", "fs/ext2/inode.c", "net/ipv4x/a.c", "Documentation/x/y.rst")
     with tarfile.open(source, "w:xz") as archive:
@@ -78,3 +82,37 @@ def test_whole_subsystems_are_held_out(tmp_path):
     names = {*files, "json/a.py", "jsonx/b.py"}
     assert {name for name in names if name in read["validation"]} == held_out
     assert {name for name in names if name in read["train"]} == names - held_out
+
+
+@pytest.mark.slow
+def test_runs_that_trained_together_are_ordinary_and_go_on(tmp_path):
+    """Stopped after its first step, and compared with prope.train's losses."""
+    page = tmp_path / "page.py"
+    page.write_text(
+        f"""
+import runpy
+original = runpy.run_path({str(SCRIPT["FILE"])!r})
+def get_config(name):
+    config = original["get_config"](name)
+    config.num_steps, config.log_every, config.data.dataset = 3, 1, "longcontext/mix"
+    return config
+def get_sweep(size):
+    return {{"config": ("page.py:rope-tiny", "page.py:fast-tiny")}}
+"""
+    )
+    train = SCRIPT["train"]
+    train.__globals__["TOGETHER"] = 1
+    arguments = (str(page), "tiny", str(tmp_path / "runs"))
+    assert train(*arguments, seconds=0)["step"] == 1
+    assert train(*arguments)["step"] == 3
+    name = "config=fast-tiny,seed=0"
+    single = prope_train.train(runpy.run_path(str(page))["get_config"]("fast-tiny"), tmp_path / "W")
+    together = read_lines(tmp_path / f"runs/{name}/metrics.jsonl")
+    assert [record["step"] for record in together] == [1, 2, 3]
+    np.testing.assert_allclose(
+        [record["loss"] for record in together],
+        [record["loss"] for record in read_lines(tmp_path / "W/metrics.jsonl")],
+        rtol=1e-5,
+    )
+    run = open_run(tmp_path / "runs" / name)
+    assert (run.step, run.init_hash) == (3, single["init_hash"])
