@@ -15,6 +15,7 @@ import optax
 
 from prope import model, sharding
 from prope.attention import choose_implementation
+from prope.encodings import Tables
 from prope.errors import UsageError, log
 from prope.kernels.choice import matmul_precision
 from prope.loss import weighted_loss
@@ -120,23 +121,28 @@ def batch_shapes(spec: Spec, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtyp
     }
 
 
-def batch_hidden(spec: Spec, params: model.Params, batch: dict[str, jax.Array]) -> jax.Array:
+def batch_hidden(
+    spec: Spec, params: model.Params, batch: dict[str, jax.Array], tables: Tables | None = None
+) -> jax.Array:
     """Runs the decoder on a batch: its output for every token, [B, T, D]."""
     segment_ids = batch["segment_ids"] if spec.data.mask_documents else None
-    return model.hidden_states(spec.model, params, batch["tokens"], batch["positions"], segment_ids)
+    return model.hidden_states(
+        spec.model, params, batch["tokens"], batch["positions"], segment_ids, tables
+    )
 
 
 def make_train_step(spec: Spec, optimizer: optax.GradientTransformation):
     """Makes the update (params, opt_state, batch) -> (params, opt_state, metrics).
 
-    The metrics are loss, grad_norm and batch_hash.
+    The metrics are loss, grad_norm and batch_hash. A fourth argument replaces the tables of
+    rotation, as in `model.hidden_states`.
     """
 
-    def step(params, opt_state, batch):
+    def step(params, opt_state, batch, tables=None):
         # Microbatch i has rows i, i + accumulation, ..: each device holds rows of every microbatch.
         rows = len(batch["tokens"])
         microbatch_rows = rows // spec.accumulation if spec.accumulation > 1 else None
-        accumulated = optax.microbatch(_loss_and_gradient(spec), 1, microbatch_rows)
+        accumulated = optax.microbatch(_loss_and_gradient(spec, tables), 1, microbatch_rows)
         sums = accumulated(_cast_once(spec, params), batch)
         # The mean is over the whole batch, because microbatches may differ in weight.
         num_tokens = jnp.maximum(batch["weights"].sum(), 1)
@@ -157,9 +163,9 @@ def make_train_step(spec: Spec, optimizer: optax.GradientTransformation):
     return step
 
 
-def _loss_and_gradient(spec: Spec):
+def _loss_and_gradient(spec: Spec, tables):
     """Returns the function of (params, batch) that is summed over microbatches, in float32."""
-    differentiate = jax.value_and_grad(functools.partial(_summed_loss, spec))
+    differentiate = jax.value_and_grad(functools.partial(_summed_loss, spec, tables))
 
     def loss_and_gradient(params, batch):
         return jax.tree.map(lambda x: x.astype(jnp.float32), differentiate(params, batch))
@@ -182,9 +188,9 @@ def _cast_once(spec: Spec, params: model.Params) -> model.Params:
     return params | {"layers": jax.tree.map(cast, params["layers"])}
 
 
-def _summed_loss(spec, params, batch):
+def _summed_loss(spec, tables, params, batch):
     """Sums the losses of a batch's tokens."""
-    hidden = batch_hidden(spec, params, batch)
+    hidden = batch_hidden(spec, params, batch, tables)
     cap = spec.model.final_softcap
     tokens = (batch["targets"], batch["weights"])
     with jax.named_scope("loss"):

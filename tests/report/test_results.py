@@ -13,7 +13,7 @@ from support.commands import ROOT
 from support.text import read_lines
 
 from prope.inference.paired import paired_difference
-from prope.inference.statistics import average_seeds
+from prope.inference.statistics import average_seeds, holm
 from prope.pages.sweep import report_sweep
 
 RESULTS = ROOT / "configs/results"
@@ -167,6 +167,36 @@ def slow_pairs_rows(folder: pathlib.Path) -> list[str]:
             means = [f"{near:.3f}", f"{np.mean(list(far.values())):.3f}"]
             cells = [wavelength, length, method, str(len(by_seed)), *means, *minus_rope]
             rows.append(table_row(cells))
+    return rows
+
+
+NIAH = ("p_rope_swa", "rope_swa"), ("p_rope_swa", "rnope_swa")  # declared contrasts
+
+
+def niah_rows(folder: pathlib.Path) -> list[str]:
+    """By method, right answers at the length of training and 8 times it; then the contrasts."""
+    shares: dict[str, dict[int, dict[int, float]]] = {}
+    for workdir in sorted(folder.glob("config=*,seed=*")):
+        method, seed = re.fullmatch(r"config=(\w+)-niah,seed=(\d+)", workdir.name).groups()
+        for record in read_lines(workdir / "longcontext.jsonl"):
+            by_seed = shares.setdefault(method, {}).setdefault(record["seq_len"], {})
+            by_seed[int(seed)] = record["accuracy"]
+    rows = []
+    for method, by_length in shares.items():
+        cells = [f"{100 * np.mean(list(by_seed.values())):.1f}" for by_seed in by_length.values()]
+        each = ", ".join(f"{100 * share:.0f}" for share in by_length[512].values())
+        rows.append(table_row([method, str(len(by_length[512])), *cells, each]))
+    found = []
+    for method, other in NIAH:
+        ours, theirs = (shares[name][512] for name in (method, other))
+        assert list(ours) == list(theirs)
+        found.append([share - theirs[seed] for seed, share in ours.items()])
+    tests = [average_seeds(differences) for differences in found]
+    adjusted = holm([1.0 if test.p_value is None else test.p_value for test in tests])
+    for names, differences, test, p in zip(NIAH, found, tests, adjusted, strict=True):
+        flips = f"{test.sign_flip_p_value:.3g}"
+        cells = [" - ".join(names), *paired_cells(differences, len(NIAH), digits=3)]
+        rows.append(table_row([*cells, f"{p:.3g}", flips]))
     return rows
 
 
