@@ -421,6 +421,19 @@ def unpack(name: str, folder: epath.Path, page: str | None = None) -> list[str]:
     return (RESULTS / f"{page or name}.md").read_text().splitlines()
 
 
+# The index; the paper's figures; hashes of texts; a page whose runs are made again.
+WITHOUT_RECORDS = {"README", "gemma_2b", "wiki_sample_articles", "longcontext"}
+
+
+def test_a_page_has_records_beside_it_or_says_that_there_are_none():
+    for page in RESULTS.glob("*.md"):
+        text = page.read_text()
+        if page.stem not in WITHOUT_RECORDS:
+            records = re.findall(r"`(\w+\.tar\.xz)`", text)
+            assert records or re.search("no records (of these runs were )?kept", text, re.I), page
+            assert all((RESULTS / name).exists() for name in records), page
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["encodings_controlled", "encodings_python", "slow_pairs"])
 def test_a_sweep_is_redrawn_from_its_records(name, tmp_path):
