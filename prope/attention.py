@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from prope.kernels.blockwise import blockwise_attention
 from prope.kernels.cache import attend_to_cache
 from prope.kernels.choice import choose_implementation
+from prope.kernels.documents import attend_to_documents, locate_documents, most_documents
 from prope.kernels.mask import CAUSAL, Mask
 from prope.kernels.splash import splash
 from prope.sharding import (
@@ -58,7 +59,8 @@ def attention(
       query: rotated, and scaled: by 1 / sqrt(H), or the config's attention_scale.
       key: rotated.
       value: not rotated.
-      mask: which of these keys a query does not see; its segment ids need T = S.
+      mask: which of these keys a query does not see; its segment ids need T = S, and for cuDNN
+        equal ids are neighbours.
       cap: soft cap on the scores, before the mask; None: none.
       first_query: for keys from a cache, the position of each row's first query; always computed
         by plain XLA. It needs newest_key.
@@ -100,12 +102,23 @@ def _by_blocks(kernel, mask, cap, query, key, value, segment_ids=None):
     return _heads_last(kernel(*arrays, mask, positions, context_rank(), cap))
 
 
-def _cudnn(mask, cap, query, key, value):
+def _cudnn(mask, cap, query, key, value, segment_ids=None):
     """Attends by NVIDIA's flash attention, causal without a mask array, which has no soft cap."""
     if cap is not None:
         raise ValueError("cuDNN has no soft cap on scores; take implementation=xla")
     if mask.sinks:
         raise ValueError("cuDNN has no mask for sinks; take implementation=xla")
+    if segment_ids is not None:
+        M = most_documents(query.shape[1])
+        lengths, starts, count = locate_documents(segment_ids, M)
+        by_blocks = functools.partial(_IMPLEMENTATIONS["xla"], mask, cap)
+        return jax.lax.cond(
+            (count <= M).all(),
+            lambda *arrays: attend_to_documents(*arrays, lengths, starts, mask.window),
+            # Or the gradient would keep arrays for both.
+            jax.checkpoint(lambda *arrays: by_blocks(*arrays, segment_ids)),
+            *(query, key, value),
+        )
     output = jax.nn.dot_product_attention(
         split_heads(query),
         split_heads(key),
