@@ -39,6 +39,7 @@ from prope.sharding import (
 )
 
 
+@jax.named_scope("attention")
 def attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],

@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int
 
 from prope import parameters
 from prope.attention import attention
-from prope.encodings import rotation_tables
+from prope.encodings import Tables, rotation_tables
 from prope.kernels.gated_mlp import ACTIVATIONS, gated_mlp
 from prope.kernels.mask import Mask
 from prope.kernels.matmul import einsum_to_float32
@@ -283,13 +283,14 @@ def hidden_states(
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"] | None = None,
+    tables: Tables | None = None,
 ) -> Float[Array, "B T D"]:
     """Runs the decoder: the normalised output of the last layer, in `spec.dtype`.
 
-    `logits` predicts the next tokens.
+    `logits` predicts the next tokens. `tables` replace those of the spec, and may be traced.
     """
     memory = _empty_memory(spec, *tokens.shape) if spec.num_kv_shared_layers else None
-    hidden, _ = _run(spec, params, tokens, positions, memory, segment_ids)
+    hidden, _ = _run(spec, params, tokens, positions, memory, segment_ids, tables=tables)
     return hidden
 
 
@@ -339,11 +340,11 @@ def _empty_memory(spec, B: int, T: int):
     return memory
 
 
-def _run(spec, params, tokens, positions, memory, segment_ids=None, decoding=None):
+def _run(spec, params, tokens, positions, memory, segment_ids=None, decoding=None, tables=None):
     """Embeds tokens, runs the layers and normalises: (`hidden_states` [B, T, D], the memory)."""
     x = embed(spec, embedding(params), tokens)
     layers = spec.layers_at(context_size() * positions.shape[1])
-    tables = rotation_tables(layers, positions)
+    tables = tables or rotation_tables(layers, positions)
     per_layer = dict(tables.per_layer)
     scales = [layer.logit_scale for layer in layers]
     if len(set(scales)) > 1:

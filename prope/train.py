@@ -48,6 +48,7 @@ from prope.config import resolve
 from prope.cost.flops import model_flops_per_token, peak_flops
 from prope.data.mixture import open_windows
 from prope.data.windows import Windows, prefetch, train_batch
+from prope.encodings import turning_share
 from prope.errors import UsageError, log, warn_if_unwritten
 from prope.inference.losses import LossEvaluation
 from prope.inference.paired import sums_folder
@@ -241,7 +242,9 @@ def _log_run(spec: Spec, windows: Windows) -> None:
     """Logs devices, size, encoding and data in a line; and warmup that the run is too short for."""
     rotation = spec.model.describe_rotation()
     if rotation.startswith("p-RoPE"):
-        rotation += f" (p = {spec.model.rope_percentage})"
+        p_star = turning_share(spec.data.seq_len, spec.model.max_wavelength)
+        turning = f"up to p = {p_star:.2f} they turn once in a window"
+        rotation += f" (p = {spec.model.rope_percentage}; {turning})"
     log.info(
         "%d x %s; %s parameters; %s; %s windows of %d tokens of %s",
         jax.device_count(),

@@ -11,6 +11,7 @@ import jax
 from prope import sharding
 from prope.cost import flops, hlo, traffic
 from prope.cost.bench import describe
+from prope.cost.classes import count_classes
 from prope.cost.traced import count_flops
 from prope.errors import log, vmem_error
 from prope.runtime import xla_flags
@@ -24,6 +25,7 @@ _COMPILED = (
     "bytes_per_chip",
     "collectives",
     "kernels",
+    "classes",
     "ideal_step_seconds",
     "ideal_tokens_per_second",
     "ideal_mfu",
@@ -77,6 +79,7 @@ def plan(spec: Spec, topology: str, devices: list, flags: dict) -> dict:
         result["collectives"] = traffic.collectives(module, chips_per_node)
         result["kernels"] = traffic.kernels(module)
         result["hbm_traffic_bytes"] = traffic.hbm_bytes(module)
+        result["classes"] = count_classes(module, chip)
         result |= _ideal_speed(result, step_flops, chip)
     return result | {"compile_seconds": seconds}
 
