@@ -19,12 +19,13 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from prope.kernels.blockwise import blockwise_attention
 from prope.kernels.cache import attend_to_cache
 from prope.kernels.choice import choose_implementation
-from prope.kernels.documents import attend_to_documents, locate_documents, most_documents
+from prope.kernels.documents import cudnn, locate_documents
 from prope.kernels.mask import CAUSAL, Mask
 from prope.kernels.splash import splash
 from prope.sharding import (
@@ -109,16 +110,7 @@ def _cudnn(mask, cap, query, key, value, segment_ids=None):
     if mask.sinks:
         raise ValueError("cuDNN has no mask for sinks; take implementation=xla")
     if segment_ids is not None:
-        M = most_documents(query.shape[1])
-        lengths, starts, count = locate_documents(segment_ids, M)
-        by_blocks = functools.partial(_IMPLEMENTATIONS["xla"], mask, cap)
-        return jax.lax.cond(
-            (count <= M).all(),
-            lambda *arrays: attend_to_documents(*arrays, lengths, starts, mask.window),
-            # Or the gradient would keep arrays for both.
-            jax.checkpoint(lambda *arrays: by_blocks(*arrays, segment_ids)),
-            *(query, key, value),
-        )
+        return _within_documents(mask, query, key, value, segment_ids)
     output = jax.nn.dot_product_attention(
         split_heads(query),
         split_heads(key),
@@ -129,6 +121,27 @@ def _cudnn(mask, cap, query, key, value, segment_ids=None):
         implementation="cudnn",
     )
     return join_heads(output)
+
+
+def _within_documents(mask, query, key, value, segment_ids):
+    """Attends by cuDNN within packed documents; by plain XLA where a row has too many for it."""
+    lengths, starts, fits = locate_documents(segment_ids)
+    if jax.__version_info__ < (0, 11, 1):
+        # It reads keys and values as if they had the heads of the queries.
+        G = query.shape[2] // key.shape[2]
+        key, value = (jnp.repeat(x, G, axis=2) for x in (key, value))
+    packed = functools.partial(
+        cudnn.dot_product_attention,
+        q_seqlen=lengths,
+        kv_seqlen=lengths,
+        q_offsets=starts,
+        kv_offsets=starts,
+        mask_type=cudnn.MaskType.PADDING_CAUSAL,
+        sliding_window_length=mask.window,
+    )
+    by_blocks = functools.partial(_IMPLEMENTATIONS["xla"], mask, None, segment_ids=segment_ids)
+    # Without the checkpoint a gradient would keep arrays for both.
+    return jax.lax.cond(fits, packed, jax.checkpoint(by_blocks), query, key, value)
 
 
 _IMPLEMENTATIONS = {

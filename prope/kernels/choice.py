@@ -37,7 +37,7 @@ def choose_implementation(
       ValueError: the requested implementation cannot run there; names every obstacle.
     """
     platform = device.platform
-    on_gpu = platform in ("gpu", "cuda")
+    on_gpu = platform == "gpu"
     capability = _compute_capability(device)
     max_head_dim = 256 if capability >= (9, 0) else 128
     divisor = "mesh.context must divide a device's heads, and its key/value heads unless it has one"
@@ -59,7 +59,7 @@ def choose_implementation(
             ),
             f"dtype must be bfloat16; got {dtype}": dtype == "bfloat16",
             "it keeps documents apart from Hopper GPUs on (data.mask_documents)": (
-                not segmented or capability >= (9, 0) or not on_gpu
+                not segmented or capability >= (9, 0)
             ),
             "this JAX has no packed documents (data.mask_documents)": (
                 not segmented or cudnn is not None
@@ -69,7 +69,7 @@ def choose_implementation(
             "it has no mask for sinks": not sinks,
         },
     }
-    native = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}.get(platform)
+    native = {"tpu": "splash", "gpu": "cudnn"}.get(platform)
     candidate = native if requested == "auto" else requested
     if candidate is None:
         return "xla", f"there is no kernel for a {platform}"

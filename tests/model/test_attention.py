@@ -302,9 +302,9 @@ def test_cudnn_is_called_with_what_equals_the_formula(monkeypatch, heads, kv_hea
     assert calls == [("cudnn", options)]
 
 
-@pytest.mark.parametrize(("most", "window"), [(6, 40), (5, None)])
-def test_documents_go_to_cudnn_where_it_takes_as_many(monkeypatch, most, window):
-    """A row has 6 documents, padding included; 5 at most: plain XLA computes all of them."""
+@pytest.mark.parametrize(("fits", "window"), [(True, 40), (False, None)])
+def test_documents_go_to_cudnn_where_it_takes_as_many(monkeypatch, fits, window):
+    """A row has 6 documents, padding included; where it takes 5, plain XLA computes all rows."""
     mask = segmented(100, window=window)
     arrays = draw(100, 100, 4, 2)
 
@@ -312,25 +312,28 @@ def test_documents_go_to_cudnn_where_it_takes_as_many(monkeypatch, most, window)
         return jnp.full(arrays[0].shape, jnp.nan)
 
     by_blocks = _IMPLEMENTATIONS["xla"]
-    kernel, blocks = (documents_by_xla, poison) if most == 6 else (poison, by_blocks)
+    kernel, blocks = (documents_by_xla, poison) if fits else (poison, by_blocks)
     monkeypatch.setattr(documents.cudnn, "dot_product_attention", kernel)
     monkeypatch.setitem(_IMPLEMENTATIONS, "xla", blocks)
-    monkeypatch.setattr("prope.attention.most_documents", lambda T: most)
+    monkeypatch.setattr(documents, "_FEWEST_TOKENS", 16 if fits else 20)
     check_attention(*arrays, mask, implementation="cudnn")
 
 
-def test_documents_are_runs_of_equal_ids():
-    M = 7
+@pytest.mark.parametrize("M", [7, 5])
+def test_documents_are_runs_of_equal_ids(monkeypatch, M):
+    monkeypatch.setattr(documents, "_MOST_DOCUMENTS", M)
+    monkeypatch.setattr(documents, "_FEWEST_TOKENS", 1)
     ids = np.array(draw_segments(3, 300))
-    lengths, starts, counts = documents.locate_documents(jnp.asarray(ids), M)
+    lengths, starts, fits = documents.locate_documents(jnp.asarray(ids))
     assert lengths.dtype == starts.dtype == np.int32
-    for row, *found in zip(ids, lengths, starts, counts, strict=True):
+    most = 0
+    for row, *found in zip(ids, lengths, starts, strict=True):
         begins = [0, *np.flatnonzero(row[1:] != row[:-1]) + 1]
-        ends = [*begins[1:], 300]
-        expected = [end - begin for begin, end in zip(begins, ends, strict=True)]
-        assert found[0].tolist() == expected + [-1] * (M - len(expected))
-        assert found[1].tolist() == begins + [-1] * (M + 1 - len(begins))
-        assert found[2] == len(begins)
+        sizes = np.diff([*begins, 300]).tolist()
+        assert found[0].tolist() == (sizes + [-1] * M)[:M]
+        assert found[1].tolist() == (begins + [-1] * (M + 1))[: M + 1]
+        most = max(most, len(begins))
+    assert fits == (most <= M)
 
 
 @pytest.mark.slow
