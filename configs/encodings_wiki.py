@@ -123,6 +123,7 @@ def encoding(method, model, length):
         "base_bound": {"max_wavelength": least_wavelength(model.head_dim, length)},
         "rnope_swa": window | three_of_four | {"rope_percentage": 0.0},
         "p_rope_swa": window | three_of_four | {"rope_percentage": 0.25},
+        "rope_swa": window | three_of_four,  # not in the grid: the control of both
         "swa_only": window | {"layer_types": ("sliding_attention",)},
     }[method]
 

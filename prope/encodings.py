@@ -58,6 +58,14 @@ def cutoff_frequencies(
     return np.where(2 * math.pi <= longest_period * freqs, freqs, 0.0)
 
 
+def turning_share(length: int, max_wavelength: float, turns: float = 1.0) -> float:
+    """Returns p*: pairs k <= p* P turn so often in `length` tokens, or more often; others do not.
+
+    It is ln(length / 2 pi turns) / ln(max_wavelength), which may be below 0 or above 1.
+    """
+    return math.log(length / (2 * math.pi * turns)) / math.log(max_wavelength)
+
+
 def hard_clip_frequencies(head_dim: int, max_wavelength: float, clip_low_n: int) -> np.ndarray:
     """Returns RoPE without its slowest n pairs (CoPE's HardClip, 2602.05258)."""
     freqs = frequencies(head_dim, max_wavelength)
@@ -141,13 +149,10 @@ def yarn_frequencies(
 
     Source: its code and transformers.
     """
-
-    def pair_of_turns(turns):
-        wavelengths = math.log(length / (2 * math.pi * turns))
-        return head_dim * wavelengths / (2 * math.log(max_wavelength))
-
-    first = max(math.floor(pair_of_turns(beta_fast)), 0)
-    last = min(math.ceil(pair_of_turns(beta_slow)), head_dim - 1)
+    pair_of_fast = head_dim / 2 * turning_share(length, max_wavelength, beta_fast)
+    pair_of_slow = head_dim / 2 * turning_share(length, max_wavelength, beta_slow)
+    first = max(math.floor(pair_of_fast), 0)
+    last = min(math.ceil(pair_of_slow), head_dim - 1)
     slowed = np.clip((np.arange(len(freqs)) - first) / (last - first or 1e-3), 0, 1)
     return freqs + (freqs / factor - freqs) * slowed
 

@@ -214,15 +214,6 @@ def _apply_p_rope(inputs, positions, head_dim, max_wavelength, rope_percentage):
     return rotate(inputs, table)
 
 
-def interleaved_to_half_split(weights: ArrayLike) -> jax.Array:
-    """Permutes the head axis [..., H] of a projection from interleaved to half-split pairs.
-
-    Interleaved pairs are lanes 2k and 2k + 1, as in RoFormer. `apply_p_rope` then gives the scores
-    of that layout, because q.k ignores a permutation of both.
-    """
-    return jnp.concatenate([weights[..., 0::2], weights[..., 1::2]], axis=-1)
-
-
 def _static(name: str, value):
     """Returns a number of Python or NumPy; refuses one that is not known while JAX traces."""
     if type(value) in (int, float):

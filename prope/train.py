@@ -45,9 +45,10 @@ from etils import epath
 
 from prope import parameters, sharding
 from prope.config import resolve
-from prope.cost.flops import model_flops_per_token, peak_flops
+from prope.cost.flops import find_chip, model_flops_per_token
 from prope.data.mixture import open_windows
 from prope.data.windows import Windows, prefetch, train_batch
+from prope.encodings import turning_share
 from prope.errors import UsageError, log, warn_if_unwritten
 from prope.inference.losses import LossEvaluation
 from prope.inference.paired import sums_folder
@@ -143,8 +144,8 @@ def train(
                 write_config(path, spec)
         stop = max(start, min(spec.num_steps, stop_at_step or spec.num_steps))
         flops = model_flops_per_token(spec.model, spec.data.seq_len)
-        peak = peak_flops(jax.devices()[0].device_kind)
-        writer = MetricWriter(spec, path, start, stop, flops, peak, lease)
+        chip = find_chip(jax.devices()[0].device_kind)
+        writer = MetricWriter(spec, path, start, stop, flops, chip and chip.flops, lease)
         opened.enter_context(writer)
         profiler = opened.enter_context(Profiler(spec.profile, path, writer.pause))
         if start == 0:
@@ -241,7 +242,9 @@ def _log_run(spec: Spec, windows: Windows) -> None:
     """Logs devices, size, encoding and data in a line; and warmup that the run is too short for."""
     rotation = spec.model.describe_rotation()
     if rotation.startswith("p-RoPE"):
-        rotation += f" (p = {spec.model.rope_percentage})"
+        p_star = turning_share(spec.data.seq_len, spec.model.max_wavelength)
+        turning = f"up to p = {p_star:.2f} they turn once in a window"
+        rotation += f" (p = {spec.model.rope_percentage}; {turning})"
     log.info(
         "%d x %s; %s parameters; %s; %s windows of %d tokens of %s",
         jax.device_count(),

@@ -12,7 +12,7 @@ from support.models import draw_inputs as draw
 from support.models import needs_dtype
 
 from prope import apply_p_rope
-from prope.rope import frequencies, interleaved_to_half_split, num_rotated_pairs
+from prope.rope import frequencies, num_rotated_pairs
 
 pytestmark = pytest.mark.optimized
 
@@ -183,7 +183,8 @@ def test_the_interleaved_layout_is_a_permutation_of_the_weights():
     expected = query @ key.T
 
     def rotate_permuted(weights):
-        projected = jnp.float32(tokens) @ interleaved_to_half_split(weights)
+        permuted = jnp.concatenate([weights[..., 0::2], weights[..., 1::2]], axis=-1)
+        projected = jnp.float32(tokens) @ permuted
         rotated = apply_p_rope(projected[None, :, None], positions[None], d)
         return float64(rotated[0, :, 0])
 
