@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 mkdir -p "$1" && out=$(realpath "$1")
 size=${2:+:$2}
 models=(2b 300m smollm2) steps=5 rows=4 length=2048 tokens=1024 shape=4,8192,8,256 some=()
-[[ -z $size ]] || { models=(2b) steps=1 rows=1 length=128 tokens=128 shape=1,256,2,64 some=(--variant=documents); }
+[[ -z $size ]] || { models=(2b) steps=1 rows=1 length=128 tokens=128 shape=1,256,2,64 some=(--variant="documents by plain XLA"); }
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 failed=()
 
