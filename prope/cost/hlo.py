@@ -126,8 +126,14 @@ def _parse_arrays(types: str) -> list[Array]:
 def runs(computation: Computation, times: int = 1) -> Iterator[tuple[Instruction, int]]:
     """Yields every instruction that runs and how often, once for every place that runs it.
 
-    Of branches it is the one whose results are the largest.
+    Of branches it is the one that calls cuDNN, if one does: another has what cuDNN does not take.
+    Otherwise it is the one whose results are the largest.
     """
+
+    def weight(branch):
+        calls_cudnn = any("__cudnn" in x.attributes for x, _ in branch)
+        return calls_cudnn, sum(n * x.bytes for x, n in branch)
+
     for x in computation.instructions.values():
         yield x, times
         if x.opcode == "while":
@@ -137,7 +143,7 @@ def runs(computation: Computation, times: int = 1) -> Iterator[tuple[Instruction
             yield from runs(x.called(key), times)
         elif x.opcode == "conditional":
             branches = [list(runs(branch, times)) for branch in _branches(x)]
-            yield from max(branches, key=lambda branch: sum(n * y.bytes for y, n in branch))
+            yield from max(branches, key=weight)
 
 
 def _branches(conditional: Instruction) -> list[Computation]:

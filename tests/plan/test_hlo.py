@@ -248,6 +248,13 @@ def test_the_costliest_branch_of_a_conditional_counts():
     assert hbm_bytes(CONDITIONAL) == 64
 
 
+def test_the_branch_that_calls_cudnn_counts():
+    call = 'custom-call(%p), custom_call_target="__cudnn$fmhaSoftmax"'
+    module = CONDITIONAL.replace("negate(%p)", call)
+    assert traffic.kernels(hlo.parse(module)) == {"__cudnn$fmhaSoftmax": 1}
+    assert collectives(module) == {}
+
+
 ASYNCHRONOUS = """
 HloModule hand
 
