@@ -83,7 +83,7 @@ PLACES = [
     ("prope.ask", ("workdir", "output")),
     ("prope.sample", ("workdir", "prompts")),
     ("prope.analyze", ("workdir", "data_dir", "text", "output")),
-    ("prope.choose", ("workdir", "data_dir", "text", "analysis", "output")),
+    ("prope.choose", ("workdir", "data_dir", "text", "output")),
     ("prope.report", ("workdir", "sweep", "output")),
     ("prope.export_hf", ("workdir", "output")),
     ("prope.export_gguf", ("workdir", "output")),
