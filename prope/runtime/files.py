@@ -323,7 +323,8 @@ def read_json(path: epath.Path, remedy: str | None = None):
 
 def read_bytes(path: epath.Path) -> bytes:
     """Reads a file; raises UsageError for a pipe or a device, which would be waited for."""
-    if is_special(path):
+    local = pathlib.Path(path)  # etils says that a pipe is a file
+    if not is_url(path) and local.exists() and not (local.is_file() or local.is_dir()):
         raise UsageError(f"{path}: is a pipe or a device; put a file there")
     return path.read_bytes()
 
@@ -334,14 +335,6 @@ def tokenizer_file(path: epath.Path) -> epath.Path:
         if (path / name).is_file():
             return path / name
     return path
-
-
-def is_special(path: epath.PathLike) -> bool:
-    """Returns whether a local path leads to a pipe, a socket or a device; etils says to a file."""
-    if is_url(path) or not os.path.exists(path):
-        return False
-    mode = os.stat(path).st_mode
-    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def check_regular(path: epath.Path) -> None:
