@@ -5,10 +5,8 @@ import os
 import pathlib
 
 import jax
-import jax.numpy as jnp
 
 from prope.errors import UsageError
-from prope.spec.run import Spec
 
 # Options of glibc's malloc, which take blocks of any size from a heap that never shrinks.
 _M_MMAP_MAX = -4
@@ -56,23 +54,6 @@ def check_memory(compiled: jax.stages.Compiled, remedy: str) -> None:
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         libc.mallopt(_M_MMAP_MAX, 1 << 16)
         libc.malloc_trim(0)
-
-
-def check_activations(spec: Spec, remedy: str) -> None:
-    """Raises UsageError, before a compilation of minutes, where not even the least fits.
-
-    That is what every layer keeps: its input [rows of a microbatch, seq_len, embed_dim], and two
-    such arrays of hidden_dim where remat saves wide matmuls. Attention keeps more.
-    """
-    model = spec.model
-    tensor = spec.mesh.tensor
-    tokens = spec.batch_size // spec.accumulation * spec.data.seq_len
-    tokens_per_device = tokens // (jax.device_count() // tensor)
-    width = model.embed_dim
-    if model.remat in ("none", "minimal"):
-        width += 2 * model.hidden_dim // tensor
-    itemsize = jnp.dtype(model.dtype).itemsize
-    _check(model.num_layers * tokens_per_device * width * itemsize, remedy)
 
 
 def reuse_memory() -> None:
