@@ -102,9 +102,6 @@ def as_path(field: str, place: epath.PathLike) -> epath.Path:
             raise usage_error(field, text, problem)
         if not importlib.util.find_spec(package):
             raise usage_error(field, text, f"needs a package: pip install {package}")
-    elif is_url(epath.Path(os.path.abspath(text))):
-        problem = "is read as a URL by etils.epath"
-        raise usage_error(field, text, problem, "mount that folder elsewhere")
     written = field.rpartition(".")[2].lstrip("-") in _WRITTEN
     if written and not is_url(text) and re.search(r"[][*?]", os.path.abspath(text)):
         problem = "has one of [ ] * ?, which libraries that write there read as a pattern"

@@ -74,8 +74,6 @@ REFUSED = [
     "gs://bucket/{seed}",
     "s3://bucket/x",
     "gs:///x",
-    "/gs/bucket",
-    "/s3",
 ]
 PLACES = [
     ("prope.train", ("workdir", "init_from")),
