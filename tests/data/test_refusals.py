@@ -2,8 +2,6 @@
 
 import gzip
 import json
-import platform
-import sysconfig
 
 import pytest
 from support.text import WIKIPEDIA as NAME
@@ -13,7 +11,6 @@ from prope.data.sources import files
 from prope.data.sources.find import find_source
 from prope.data.store.build import open_store
 from prope.data.windows import Windows
-from prope.spec.data import EMBEDDED
 from prope.spec.run import Spec
 
 
@@ -92,17 +89,6 @@ def test_data_that_is_not_there(tmp_path, dataset, folder, mentions):
     (tmp_path / "other" / "a.csv").write_bytes(b"a")
     data = data_config(tmp_path, dataset, tmp_path / folder)
     refused(data, tmp_path / folder, mentions.format(root=tmp_path))
-
-
-@pytest.mark.parametrize("dataset", EMBEDDED)
-@pytest.mark.parametrize("name", [None, "test/a.py"])
-def test_a_library_without_source_files(tmp_path, monkeypatch, dataset, name):
-    if name:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("#" * 60_000)
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    data = data_config(tmp_path / "cache", dataset)
-    refused(data, f"config.data.dataset={dataset}", platform.python_version(), tmp_path)
 
 
 # --- Datasets of TFDS -------------------------------------------------------------------------
