@@ -110,14 +110,7 @@ def _import(
         write_config(directory, spec)
         identity = {"config": spec.to_dict(), "init_hash": init_hash}
         save_imported(directory, params, identity, {"imported_from": str(source)})
-    log.info(
-        "%s parameters, computed in %s; %s; tokenizer %s; windows begin with %s",
-        f"{num_parameters:,}",
-        model.dtype,
-        model.describe_rotation(),
-        spec.data.tokenizer,
-        "<bos>" if spec.data.bos_every_window else "the text itself",
-    )
+    log.info("%s", model.describe_rotation())
     return {
         "workdir": str(path),
         "parameters": num_parameters,

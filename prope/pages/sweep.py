@@ -100,7 +100,10 @@ def _report(
     printed = {
         "lengths": list(map(_describe_length, found["lengths"])),
         "recovery": [recovery._asdict() for recovery in found["recoveries"]],
-        "contrasts": list(map(describe_contrast, found["contrasts"])),
+        "contrasts": [
+            contrast._asdict() | describe(contrast.difference, "difference")
+            for contrast in contrasts
+        ],
         "interventions": [
             change._asdict() | describe(change.difference, "difference")
             for change in found["changes"]
@@ -119,11 +122,6 @@ def describe(difference: Difference | None, name: str) -> dict:
     """Returns a difference and its interval as fields of a record."""
     mean = difference and difference.difference
     return {name: mean, "interval": difference and difference.interval()}
-
-
-def describe_contrast(contrast: Comparison) -> dict:
-    """Returns a declared contrast as a record."""
-    return contrast._asdict() | describe(contrast.difference, "difference")
 
 
 def _write(folder: epath.Path, runs: list[Run], **found) -> epath.Path:
