@@ -45,9 +45,12 @@ def check_memory(compiled: jax.stages.Compiled, remedy: str) -> None:
     block may take a piece of it, and the next run would need as much again.
     """
     memory = compiled.memory_analysis()
-    _check(step_bytes(memory), remedy)
     device = jax.local_devices()[0]
+    needed = step_bytes(memory)
     limit = device_bytes(device)
+    if limit is not None and needed > limit:
+        sizes = f"{needed / 1e9:,.3f} GB on every device, which has {limit / 1e9:,.3f} GB"
+        raise UsageError(f"out of memory: a step needs at least {sizes}: {remedy}")
     libc = ctypes.CDLL(None)
     is_large = limit is not None and memory.temp_size_in_bytes * _LARGE > limit
     if device.platform == "cpu" and is_large and hasattr(libc, "mallopt"):
@@ -68,10 +71,3 @@ def reuse_memory() -> None:
     if hasattr(libc, "mallopt"):  # macOS has none
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, -1)
-
-
-def _check(needed: int, remedy: str) -> None:
-    limit = device_bytes(jax.local_devices()[0])
-    if limit is not None and needed > limit:
-        sizes = f"{needed / 1e9:,.3f} GB on every device, which has {limit / 1e9:,.3f} GB"
-        raise UsageError(f"out of memory: a step needs at least {sizes}: {remedy}")

@@ -8,6 +8,7 @@ import dataclasses
 import re
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from operator import itemgetter
 
 from etils import epath
 
@@ -363,7 +364,7 @@ def paired_runs(group: list[Run], others: list[Run]) -> list[Pair]:
         other = by_seed.get(run.values.get(SEED))
         if other is not None:
             records = find_pair(run.last_evaluations, other.last_evaluations)
-            if records is not None and has_losses(*records):
+            if records and None not in map(itemgetter("loss"), records):
                 pairs.append((run, other, *records))
     return pairs
 
@@ -382,7 +383,7 @@ def find_changed(run: Run, record: dict) -> tuple[dict, ...]:
     fields = {name: record.get(name) for name in ("seq_len", *CHANGES)} | shown_fields(run)
     plain = [*run.dropped, *run.evaluations]
     found = find_pair(run.evaluations, plain, dict.fromkeys(CHANGES), **fields)
-    return found if found and has_losses(*found) else ()
+    return found if found and None not in map(itemgetter("loss"), found) else ()
 
 
 def average(pairs: list[Pair]) -> tuple[Difference | None, str]:
@@ -404,11 +405,6 @@ def average(pairs: list[Pair]) -> tuple[Difference | None, str]:
         return difference, "documents"
     except UsageError:  # a run without sums
         return average_seeds(losses), ""
-
-
-def has_losses(record: dict, other_record: dict) -> bool:
-    """Returns whether both records have a loss."""
-    return None not in (record["loss"], other_record["loss"])
 
 
 def table(runs: Iterable[Run]) -> list[dict]:
