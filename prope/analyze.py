@@ -18,7 +18,7 @@ from absl.flags import FLAGS
 from etils import epath
 
 from prope import command
-from prope.errors import UsageError, usage_error
+from prope.errors import usage_error
 
 
 def define_flags() -> None:
@@ -64,32 +64,17 @@ def define_flags() -> None:
     command.define_place(
         "output", "folder for the results instead of --workdir, such as that of another user"
     )
+    flags.mark_flags_as_required(["workdir"])
 
 
 def main() -> dict:
     """Analyses; returns the output page and a summary."""
-    _check_conflicts()
-    if FLAGS.workdir is None:
-        needed = "the directory of a run, or one with runs below it"
-        raise UsageError(f"--workdir: must be given: {needed}")
+    if FLAGS.text is not None and (FLAGS.dataset or FLAGS.data_dir):
+        problem = "is read instead of --dataset and --data_dir"
+        raise usage_error("--text", FLAGS.text, problem, "leave out one of the two")
     from prope.analysis.analysis import analyse_all
 
     return analyse_all(epath.Path(FLAGS.workdir), FLAGS)
-
-
-def _check_conflicts() -> None:
-    """Raises UsageError where two flags choose the same."""
-    conflicts = {}
-    if FLAGS.paper:
-        names = ("heads", "head_of", "channel", "channels")
-        conflicts |= dict.fromkeys(names, "--paper chooses that itself")
-    if FLAGS.text is not None:
-        conflicts |= dict.fromkeys(("dataset", "data_dir"), "--text is read instead")
-    for name, problem in conflicts.items():
-        value = FLAGS[name].value
-        is_given = value == 0 if name == "channels" else value
-        if is_given:
-            raise usage_error(f"--{name}", value, problem, "leave out one of the two")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from absl import flags
 from absl.flags import FLAGS
 
 from prope import command
-from prope.errors import UsageError, log
+from prope.errors import log
 
 
 def define_flags() -> None:
@@ -25,12 +25,11 @@ def define_flags() -> None:
         "off by 6e-4 at position 8191"
     )
     flags.DEFINE_boolean("float32_angles", False, accept)
+    flags.mark_flags_as_required(["values"])
 
 
 def main() -> dict:
     """Checks the values; exits with code 1 where they are not equal."""
-    if FLAGS.values is None:
-        raise UsageError("give --values, the file that the port has written")
     from prope.golden.check import check, read_values
     from prope.runtime.files import as_path
 

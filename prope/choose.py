@@ -7,9 +7,9 @@
 
 A rule scores every pair: change, by how much the scores of attention change where it stands; norm,
 by |q| |k|; fast is p-RoPE; slow and uniform are controls. Norms are measured on beginnings of
-training documents, or read from an analysis.json. W/pairs.json has the choice, W/pairs.png draws
-it. The run is then evaluated on validation documents as it is, with the choice, and with p-RoPE of
-as many pairs; nothing is trained. --rule=change,norm --keep=0.5,0.25 compares all of these: each
+training documents. W/pairs.json has the choice, W/pairs.png draws it. The run is then evaluated on
+validation documents as it is, with the choice, and with p-RoPE of as many pairs; nothing is
+trained. --rule=change,norm --keep=0.5,0.25 compares all of these: each
 has a file, such as W/pairs_norm_head_0.25.json.
 """
 
@@ -28,7 +28,6 @@ def define_flags() -> None:
     per = "whose pairs are chosen together: a key head's, a layer's, the same for its heads, or "
     per += "those of the model; or several"
     flags.DEFINE_list("per", ["head"], per)
-    command.define_place("analysis", "analysis.json whose norms are taken, instead of measuring")
     flags.DEFINE_integer("step", None, "checkpoint; the newest by default", lower_bound=0)
     flags.DEFINE_integer(
         "sequences", 16, "number of documents whose beginnings are measured", lower_bound=1

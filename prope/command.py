@@ -29,7 +29,7 @@ from prope.errors import (
     INTERRUPTED,
     NO_PLATFORM,
     UsageError,
-    is_disk_full,
+    find_full,
     log,
     nearest,
     to_user_error,
@@ -105,7 +105,7 @@ def run(
         leave = os._exit  # at exit JAX clears its caches: a crash where a compilation was cut off
     except Exception as error:
         message, code = _describe_error(error)
-        if is_disk_full(error) or isinstance(error, BrokenPipeError):
+        if find_full(error) or isinstance(error, BrokenPipeError):
             leave = os._exit  # at exit, Python and libraries would write there once more
     _on_ctrl_c(signal.SIG_DFL)  # leaving may take seconds
     with contextlib.suppress(Exception):  # stdout may be closed, or its disk full

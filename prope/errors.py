@@ -124,18 +124,16 @@ def vmem_error(message: str) -> UsageError | None:
 
 
 def find_full(error: BaseException) -> str | None:
-    """Names what an exception, or one in its chain, reports as full: a disk, a quota or a file."""
+    """Names what an exception, or one in its chain, reports as full: a disk, a quota or a file.
+
+    None: nothing.
+    """
     for code, reason in _FULL.items():
         # TensorStore wraps the operating system's text.
         if getattr(error, "errno", None) == code or os.strerror(code) in str(error):
             return reason
     cause = error.__cause__ or error.__context__
     return cause and find_full(cause)
-
-
-def is_disk_full(error: BaseException) -> bool:
-    """Returns whether an exception, or one in its chain, reports that something is full."""
-    return find_full(error) is not None
 
 
 def is_denied(error: BaseException) -> bool:

@@ -57,7 +57,7 @@ from prope.runtime import watchdog
 from prope.runtime.environment import check_environment
 from prope.runtime.files import append_jsonl, as_path
 from prope.runtime.interrupts import Interrupts
-from prope.runtime.memory import check_activations, check_memory
+from prope.runtime.memory import check_memory
 from prope.runtime.processes import (
     call_on_first,
     check_count,
@@ -121,7 +121,6 @@ def train(
         with raise_on_all():
             check_count()
             sharding.check_devices(spec, jax.devices())
-            check_activations(spec, _MEMORY_ADVICE)
             prepared = prepare(spec, jax.devices())
         local_spec, mesh, optimizer, state = prepared
         check_shared(path)

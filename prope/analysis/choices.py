@@ -31,7 +31,7 @@ def choose_tokens(options, names: np.ndarray) -> Tokens:
     """Parses --window, --tokens and --head_of; `names` [B, T] are those of the tokens read."""
     length = names.shape[1]
     if options.paper:
-        after = find_after("'", names, optional=True)
+        after = find_after(options.head_of or "'", names, optional=not options.head_of)
         if not after.any():
             log.info("no apostrophe in these tokens; Figures 7 and 9 need a --text with some")
         window = parse_window(options.window, length, int(after[0].argmax()))

@@ -27,7 +27,7 @@ from prope.model import Captured
 from prope.pages.analysis import stack_rows
 from prope.pages.drawing import Picture, height, label_ticks, panels, show_image
 from prope.runtime import processes
-from prope.runtime.files import parse_json, read_text, write_atomic
+from prope.runtime.files import write_atomic
 from prope.sharding import constrain
 from prope.spec.layers import format_pairs
 from prope.spec.model import ModelSpec
@@ -171,13 +171,10 @@ def choose_pairs(options) -> dict:
     choices = _read_choices(options, model)
     folder = results_folder(run.workdir, options.workdir, options.output)
     check_folder(folder, options.output)
-    if options.analysis:
-        norms, about = _read_norms(options.analysis, model)
-    else:
-        ids, _, text = processes.call_on_first(lambda: read_sequences(run, options, "train"))
-        sequences = np.array(ids, np.int32)
-        about = text | dict(zip(("sequences", "seq_len"), sequences.shape, strict=True))
-        run, norms = run.restore_newest_valid(lambda run: measure_norms(run, sequences))
+    ids, _, text = processes.call_on_first(lambda: read_sequences(run, options, "train"))
+    sequences = np.array(ids, np.int32)
+    about = text | dict(zip(("sequences", "seq_len"), sequences.shape, strict=True))
+    run, norms = run.restore_newest_valid(lambda run: measure_norms(run, sequences))
     about = {"workdir": str(run.workdir), "step": run.step, "text": about}
     results = []
     for choice in choices:
@@ -230,26 +227,6 @@ def _read_choices(options, model: ModelSpec) -> list[Choice]:
             raise usage_error("--keep", share, problem, remedy)
         choices.append(Choice(rule, keep, per))
     return list(dict.fromkeys(choices))
-
-
-def _read_norms(path: str, model: ModelSpec) -> tuple[list[dict], dict]:
-    """Reads the norms of an analysis.json, and what they are of."""
-    remedy = "run prope.analyze on this model, with all its layers"
-    text = read_text("analysis", path, "give an analysis.json of prope.analyze")
-    names = ("workdir", "step", "source", "split", "sequences", "seq_len")
-    try:
-        analysis = parse_json(text)
-        layers = analysis["layers"]
-        about = {name: analysis[name] for name in names}
-        shapes = [(np.shape(one["query_norms"]), np.shape(one["key_norms"])) for one in layers]
-    except (ValueError, TypeError, LookupError) as error:
-        problem = f"is no analysis.json: {type(error).__name__} {error}"
-        raise usage_error("--analysis", path, problem, remedy) from None
-    expected = [layer.frequencies.shape for layer in model.layers]
-    if shapes != [((model.num_heads, P), (K, P)) for K, P in expected]:
-        problem = f"has {len(layers)} layers, not the model's {model.num_layers}, or other heads"
-        raise usage_error("--analysis", path, problem, remedy)
-    return layers, about
 
 
 def _compare(

@@ -323,7 +323,6 @@ def export(
 
     run, checked = run.restore_newest_valid(write)
     command = f"llama-completion --model {target} --prompt 'Once upon' -n 32 --temp 0 -no-cnv"
-    log.info("llama.cpp continues a text by: %s", command)
     return {
         "output": str(target),
         "architecture": name,

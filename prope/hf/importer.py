@@ -110,14 +110,7 @@ def _import(
         write_config(directory, spec)
         identity = {"config": spec.to_dict(), "init_hash": init_hash}
         save_imported(directory, params, identity, {"imported_from": str(source)})
-    log.info(
-        "%s parameters, computed in %s; %s; tokenizer %s; windows begin with %s",
-        f"{num_parameters:,}",
-        model.dtype,
-        model.describe_rotation(),
-        spec.data.tokenizer,
-        "<bos>" if spec.data.bos_every_window else "the text itself",
-    )
+    log.info("%s", model.describe_rotation())
     return {
         "workdir": str(path),
         "parameters": num_parameters,
@@ -141,7 +134,7 @@ def set_training(spec: Spec, num_parameters: int) -> Spec:
 def check_tensors(source: epath.Path, stored: dict[str, Stored], expected: list[Tensor]) -> None:
     """Raises UsageError where the tensors are not those of config.json's model."""
     shapes = {tensor.name: tensor.shape for tensor in expected}
-    if HEAD in shapes and HEAD not in stored:
+    if HEAD in shapes and HEAD not in stored and EMBEDDING in stored:
         problem = f"config.json's tie_word_embeddings=false needs {HEAD}, which is missing"
         remedy = "if the embedding is also the output matrix, set it to true"
         raise usage_error("--input", source, problem, remedy)
@@ -152,7 +145,7 @@ def check_tensors(source: epath.Path, stored: dict[str, Stored], expected: list[
         name = name if name in shapes else tensor.name  # as the file has it
         found[name] = (tuple(tensor.values.get_shape()), tensor.values.get_dtype())
     remedy = "a checkpoint has the tensors that its config.json leads to: download both again, or "
-    remedy += "load it with transformers, dequantized, and call save_pretrained"
+    remedy += "load it with transformers, dequantized, without a wrapper, and call save_pretrained"
     check_found(source, found, shapes, _DTYPES, remedy)
 
 

@@ -19,10 +19,7 @@ from prope.hf.layout import HEAD, INDEX, WEIGHTS, Tensor
 from prope.runtime import watchdog
 from prope.workdir.run import check_disk
 
-_KNOWN = r"(?:model\.language_model|language_model\.model|language_model|model)\."
-_PREFIX = re.compile(f"^{_KNOWN}")
-# What stands before a known prefix, where a program has saved the model inside another.
-_WRAPPER = re.compile(rf"((?:.+?\.)??)(?:{_KNOWN})?embed_tokens\.")
+_PREFIX = re.compile(r"^(?:model\.language_model|language_model\.model|language_model|model)\.")
 _NOT_TEXT = {
     *("vision_tower", "audio_tower", "multi_modal_projector"),
     *("embed_vision", "embed_audio", "vision_embedder"),
@@ -43,18 +40,12 @@ def open_tensors(source: epath.Path) -> dict[str, Stored]:
 
     As there, buffers of frequencies are left out, and those of a model without a head lack their
     prefix. So are the parts of a model that read images and sounds. Raises UsageError where a file
-    is not whole, or holds a wrapped model.
+    is not whole.
     """
     tensors = {}
     for name, tensor in _open_all(source).items():
         if name.endswith("rotary_emb.inv_freq") or _NOT_TEXT & set(name.split(".")):
             continue
-        wrapper = _WRAPPER.match(name)
-        if wrapper and wrapper[1]:
-            problem = f"its tensors begin with {wrapper[1]}, for a program has wrapped the model"
-            remedy = "load it there, unwrap it (.module, ._orig_mod) or merge its adapter "
-            remedy += "(merge_and_unload()), then call save_pretrained"
-            raise UsageError(f"{tensor.file}: {problem}; {remedy}")
         bare = _PREFIX.sub("", name)
         known = bare if bare == HEAD else f"model.{bare}"
         if known in tensors:

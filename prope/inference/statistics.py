@@ -7,7 +7,7 @@ methods differ by a factor of ten and more. Of several comparisons the intervals
 (Bonferroni), and p-values are adjusted for their number (Holm). Beside Student's t stands an exact
 test by sign flips where there are ten seeds or fewer.
 
-Axes: n or S seeds, C documents.
+Axes: S sources, C documents.
 """
 
 import statistics
@@ -26,7 +26,6 @@ class Difference(NamedTuple):
     difference: float
     stderr: float | None  # None: one sample, or several that are equal
     samples: int  # documents or seeds
-    degrees: float | None = None  # of freedom of stderr; None: samples - 1
     comparisons: int = 1  # whose intervals hold together
     values: tuple[float, ...] = ()  # of every seed
 
@@ -37,7 +36,7 @@ class Difference(NamedTuple):
 
         if self.stderr is None:
             return None
-        critical = stats.t.ppf(1 - 0.025 / self.comparisons, self.degrees or self.samples - 1)
+        critical = stats.t.ppf(1 - 0.025 / self.comparisons, self.samples - 1)
         return float(critical) * self.stderr
 
     def interval(self) -> tuple[float, float] | None:
@@ -57,8 +56,7 @@ class Difference(NamedTuple):
 
         if not self.stderr:
             return None
-        degrees = self.degrees or self.samples - 1
-        return float(2 * stats.t.sf(abs(self.difference / self.stderr), degrees))
+        return float(2 * stats.t.sf(abs(self.difference / self.stderr), self.samples - 1))
 
     @property
     def sign_flip_p_value(self) -> float | None:
@@ -149,57 +147,3 @@ def _mean_of_source(loss, tokens) -> tuple[float, float | None]:
     left_out = (loss.sum() - loss) / (tokens.sum() - tokens)
     squares = (left_out - left_out.mean()) ** 2
     return mean, float(np.sqrt((C - 1) / C * squares.sum()))
-
-
-def over_documents(
-    difference: Difference,
-    loss: np.ndarray,
-    tokens: np.ndarray,
-    source: np.ndarray,
-    shares: Sequence[float],
-) -> Difference | None:
-    """Widens the interval over seeds to one over other seeds and other documents.
-
-    Seeds and documents are crossed, so the variance of the mean is that over seeds plus that over
-    documents, less that of what is left of a seed and a document, which both of them have (Cameron,
-    Gelbach and Miller, Robust inference with multiway clustering, 2011). The degrees of freedom of
-    the sum are Satterthwaite's; those of documents are one less than their effective number,
-    (sum of tokens)^2 / sum of tokens^2. The interval is at least as wide as that over seeds.
-
-    Args:
-      difference: over seeds.
-      loss: [S, C] differences of two methods by seed and document, nats summed over tokens; at
-        least two seeds.
-      tokens: [C] numbers of tokens.
-      source: [C] indices into `shares`.
-      shares: of the predicted tokens, by source.
-
-    Returns:
-      The difference over both; None where a source has fewer than two documents.
-    """
-    _, stderr = mean_and_stderr(loss.mean(axis=0), tokens, source, shares)
-    if stderr is None:
-        return None
-    of_both = 0.0  # variance of what is left of a seed and a document
-    effective = 0.0
-    used = [s for s in range(len(shares)) if tokens[source == s].any()]
-    weights = np.array([shares[s] for s in used])
-    for s, weight in zip(used, weights / weights.sum(), strict=True):
-        rows = (source == s) & (tokens > 0)
-        counted = tokens[rows].sum()
-        weight_of = tokens[rows] / counted
-        means = loss[:, rows].sum(axis=1) / counted
-        # What a document adds to the mean of each seed; then without what seeds and documents add.
-        added = loss[:, rows] / counted - np.outer(means, weight_of)
-        left = added - added.mean(axis=0)
-        S, C = left.shape
-        of_both += weight**2 * (left**2).sum() / (S * (S - 1)) * C / (C - 1)
-        effective += 1 / (weight_of**2).sum()
-    of_documents = max(stderr**2 - of_both, 0.0)
-    of_seeds = difference.stderr**2
-    if not of_documents:
-        return difference
-    total = of_seeds + of_documents
-    squares = of_seeds**2 / (difference.samples - 1) + of_documents**2 / max(effective - 1, 1.0)
-    both = difference._replace(stderr=float(total**0.5), degrees=float(total**2 / squares))
-    return max(difference, both, key=lambda one: one.reach)

@@ -8,7 +8,6 @@ from etils import epath
 
 from prope.pages import page
 from prope.pages.drawing import (
-    TEXT,
     Picture,
     draw_heatmap,
     label_ticks,
@@ -17,16 +16,7 @@ from prope.pages.drawing import (
     show_image,
     styles,
 )
-from prope.pages.heads import (
-    FAST_SHARE,
-    SCORES,
-    channel,
-    heads,
-    longest,
-    maps,
-    name_of,
-    rotated_of_head,
-)
+from prope.pages.heads import FAST_SHARE, SCORES, channel, heads, longest, maps, rotated_of_head
 
 KINDS = {kind: f"mostly on {words}" for kind, words in SCORES.items()}
 KINDS |= {"semantic": "semantic", "": "none"}
@@ -43,8 +33,6 @@ def write(folder: epath.Path, analysis: dict) -> epath.Path:
         if analysis["asked"]["paper"] or head["why"] not in SCORES:
             pictures += maps(analysis, head)
     pictures += map(channel, analysis["shown_channels"])
-    if analysis["channels"]:
-        pictures.append(channels(analysis))
     pictures.append(usage(analysis))
     drawn = drawn_heads(analysis)
     if drawn:
@@ -213,50 +201,3 @@ def _draw_scores(row, analysis: dict) -> None:
         label_ticks(axes.xaxis, range(values.shape[1]))
     row[0].set_ylabel("layer")
     axes.figure.colorbar(image, ax=axes, pad=0.04, label="mean weight")
-
-
-def channels(analysis: dict) -> Picture:
-    """Draws Figure 14 in short: the strongest channels, and the change of the loss without them."""
-    records = analysis["channels"]
-    names = [f"{name_of(record)}, pair {record['pair']}" for record in records]
-
-    def draw(figure):
-        logits, losses = panels(figure, 2, sharey=True)[0]
-        above, below = styles(["above", "below"]).values()
-        _draw_bars(logits, losses, records, ("to_first", "stopped"), -0.2, above["color"])
-        _draw_bars(logits, losses, records, ("to_others", "removed"), 0.2, below["color"])
-        logits.set_yticks(range(len(records)), names)
-        logits.invert_yaxis()
-        logits.set(xlabel="added to the logit", title="What a channel adds")
-        losses.axvline(0, color=TEXT, lw=1)
-        losses.locator_params(axis="x", nbins=5)
-        losses.set(xlabel="nats per token", title="Loss without it, minus loss as it is")
-        logits.legend()
-        losses.legend()
-
-    caption = (
-        "Pairs of the slower half, or unrotated, in which queries and keys are longest. Thin lines:"
-        " standard errors of the difference over sequences. A pair that is not rotated cannot be "
-        "stopped."
-    )
-    added = [
-        f"{name} {record['to_first']:+.2f}" for name, record in zip(names, records, strict=True)
-    ]
-    alt = f"Added to the logit of the first token: {'; '.join(added)}."
-    size = (12, 1.6 + 0.6 * len(records))
-    return Picture("channels", "Semantic channels", alt, caption, draw, size)
-
-
-def _draw_bars(logits, losses, records, names, shift, colour) -> None:
-    """Draws one contribution to logits and one change of the loss of every channel."""
-    logit, change = names
-    places = np.arange(len(records)) + shift
-    label = f"{logit.replace('_', ' ')}, mean"
-    values = [record[logit] for record in records]
-    logits.barh(places, values, 0.36, color=colour, label=label)
-    changes = {place: x[change] for place, x in zip(places, records, strict=True) if x[change]}
-    if changes:
-        values = [x["difference"] for x in changes.values()]
-        errors = [x["stderr"] or 0 for x in changes.values()]
-        bars = {"color": colour, "ecolor": TEXT, "label": change}
-        losses.barh(list(changes), values, 0.36, xerr=errors, **bars)

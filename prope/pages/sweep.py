@@ -89,11 +89,9 @@ def _report(
         row["selected_best"] = result["best"]
         row[minus] = None
         if result["difference"]:
-            documents = result["documents"]
             row[minus] = describe(result["difference"], "loss") | {
                 "over": result["over"],
                 "comparisons": result["difference"].comparisons,
-                "interval_over_documents": documents and documents.interval(),
             }
     record = {"output": str(path), "runs": [run.record() for run in runs], "table": means}
     record["left_out" if by_run else "unfinished"] = unfinished
@@ -102,7 +100,10 @@ def _report(
     printed = {
         "lengths": list(map(_describe_length, found["lengths"])),
         "recovery": [recovery._asdict() for recovery in found["recoveries"]],
-        "contrasts": list(map(describe_contrast, found["contrasts"])),
+        "contrasts": [
+            contrast._asdict() | describe(contrast.difference, "difference")
+            for contrast in contrasts
+        ],
         "interventions": [
             change._asdict() | describe(change.difference, "difference")
             for change in found["changes"]
@@ -121,13 +122,6 @@ def describe(difference: Difference | None, name: str) -> dict:
     """Returns a difference and its interval as fields of a record."""
     mean = difference and difference.difference
     return {name: mean, "interval": difference and difference.interval()}
-
-
-def describe_contrast(contrast: Comparison) -> dict:
-    """Returns a declared contrast as a record."""
-    documents = contrast.documents and contrast.documents.interval()
-    fields = describe(contrast.difference, "difference")
-    return contrast._asdict() | fields | {"documents": documents}
 
 
 def _write(folder: epath.Path, runs: list[Run], **found) -> epath.Path:
@@ -183,7 +177,6 @@ def result_rows(runs: list[Run], comparisons: Sequence[Comparison]) -> list[dict
             compared_with=rows[0]["run"] if RUN in group[0].values else "RoPE",
             difference=comparison.difference,
             over=comparison.over,
-            documents=comparison.documents,
             best=bool(row["seeds"]) and row["perplexity"] == lowest and have_same_seeds(rows),
         )
     return rows
@@ -212,8 +205,6 @@ def lead(rows: list[dict]) -> str:
             certainty = "The differences of all seeds are equal, so there is no interval."
         return f"{text}; {loss}. {certainty}{selected}"
     shown = f"{_ends(difference)}, Bonferroni for {difference.comparisons}"
-    if best["documents"]:
-        shown += f"; over seeds and documents {_ends(best['documents'])}"
     over = f"over {best['over']}"
     if difference.distinguishable:
         return f"{text}; {loss} (95 % interval {over}: {shown}).{selected}"

@@ -52,9 +52,9 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
         axes = panels(figure, len(by_group), rows=2, wrap=columns, height_ratios=heights)
         for (above, below), (group, runs) in zip(axes.T, by_group.items(), strict=True):
             trained = runs[0].spec.data.seq_len
+            _draw_map(above, list(itertools.chain(*asked[group])), trained, guess)
             # Lines are drawn at these distances, with these dashes.
             distances = {trained: "-", _slowest_period(runs[0]): ":"}
-            _draw_map(above, list(itertools.chain(*asked[group])), trained, distances, guess)
             _draw_distances(below, asked[group], distances, guess)
             above.set_title(f"{group}{warning}")
 
@@ -67,10 +67,10 @@ def _picture(task: str, by_group: dict[str, list[Run]], effective: dict) -> Pict
     caption = (
         "Share of prompts whose right answer is likelier than all foils, %, mean over seeds;"
         f" colours start at the best guess that reads the prompt and matches nothing, {guess:.0%}."
-        " Hatched: not asked. Red: dashed, the training length; full, evidence as far back as that;"
-        " dotted, as far back as the slowest pair turns once. Below: the share by distance to the"
+        " Hatched: not asked. Red: dashed, the training length. Below: the share by distance to the"
         f" evidence, in octaves; a line for each run, its 95 % interval (Wilson; {min(counts)} to"
-        f" {max(counts)} prompts a point), and dash-dotted the best guess. {result}"
+        f" {max(counts)} prompts a point); red: full, the training length, dotted, as far back as"
+        f" the slowest pair turns once, dash-dotted, the best guess. {result}"
     )
     alt = f"Right answers to {task} by length and depth. {result}"
     size = (max(2.4 * columns, PHONE), 0.4 + 5 * blocks)
@@ -85,8 +85,8 @@ def _slowest_period(run: Run) -> float:
     return 2 * math.pi / freqs[freqs > 0].min()
 
 
-def _draw_map(axes, records: list[dict], trained: int, distances: dict, guess: float) -> None:
-    """Draws means by length, in equal steps, and by row, with curves of equal distance."""
+def _draw_map(axes, records: list[dict], trained: int, guess: float) -> None:
+    """Draws means by length, in equal steps, and by row."""
     rows, lengths, values = _average_cells(records)
     show_image(axes, values, vmin=guess, vmax=1, aspect="auto")
     bright = (guess + 1) / 2
@@ -94,21 +94,12 @@ def _draw_map(axes, records: list[dict], trained: int, distances: dict, guess: f
     label_ticks(axes.xaxis, [f"{length:,}" for length in lengths], labelrotation=90)
     label_ticks(axes.yaxis, [f"{row:g}" for row in rows])
     # Lengths stand in equal steps; between them, columns are interpolated in octaves.
-    columns = range(len(lengths))
     octaves = np.log2(lengths)
-    trained_column = np.interp(math.log2(trained), octaves, columns, left=np.nan, right=np.nan)
+    ends = {"left": np.nan, "right": np.nan}
+    trained_column = np.interp(math.log2(trained), octaves, range(len(lengths)), **ends)
     axes.axvline(trained_column, color=BORDER, ls="--")
-    by_depth = rows[-1] <= 1
     axes.set_xlabel("length (tokens)")
-    axes.set_ylabel("depth" if by_depth else "places back")
-    if not by_depth or len(rows) == 1:
-        return
-    x = np.linspace(0, len(lengths) - 1, 99)
-    lengths_at_x = 2 ** np.interp(x, columns, octaves)
-    for distance, dashes in distances.items():
-        depths = 1 - distance / lengths_at_x
-        y = np.interp(depths, rows, range(len(rows)), left=np.nan)
-        axes.plot(x, y, color=BORDER, ls=dashes, lw=2)
+    axes.set_ylabel("depth" if rows[-1] <= 1 else "places back")
 
 
 def _average_cells(records: list[dict]) -> tuple[list, list, np.ndarray]:

@@ -34,7 +34,9 @@ def check_environment(settings: dict | None = None) -> None:
     for setting, (required, consequence) in REQUIRED.items():
         value = settings.get(setting, required)
         if value != required:
-            _refuse(setting, value, consequence)
+            name = setting.upper()
+            problem = f"{consequence}; results stand for JAX's default"
+            raise usage_error(name, value, problem, f"unset {name}")
     for flag, value in _INEXACT_FLAG.findall(os.environ.get("XLA_FLAGS", "")):
         if value.lower() not in ("false", "0"):
             remedy = f"remove --{flag} from XLA_FLAGS"
@@ -61,10 +63,3 @@ def recorded_variables() -> dict[str, str]:
     """Returns the environment variables that tell how JAX, XLA and the devices are set."""
     variables = sorted(os.environ.items())
     return {name: value for name, value in variables if name.startswith(_RECORDED)}
-
-
-def _refuse(setting: str, value, consequence: str) -> None:
-    name = setting.upper()
-    raise usage_error(
-        name, value, f"{consequence}; results stand for JAX's default", f"unset {name}"
-    )

@@ -102,9 +102,6 @@ def as_path(field: str, place: epath.PathLike) -> epath.Path:
             raise usage_error(field, text, problem)
         if not importlib.util.find_spec(package):
             raise usage_error(field, text, f"needs a package: pip install {package}")
-    elif is_url(epath.Path(os.path.abspath(text))):
-        problem = "is read as a URL by etils.epath"
-        raise usage_error(field, text, problem, "mount that folder elsewhere")
     written = field.rpartition(".")[2].lstrip("-") in _WRITTEN
     if written and not is_url(text) and re.search(r"[][*?]", os.path.abspath(text)):
         problem = "has one of [ ] * ?, which libraries that write there read as a pattern"
@@ -323,7 +320,8 @@ def read_json(path: epath.Path, remedy: str | None = None):
 
 def read_bytes(path: epath.Path) -> bytes:
     """Reads a file; raises UsageError for a pipe or a device, which would be waited for."""
-    if is_special(path):
+    local = pathlib.Path(path)  # etils says that a pipe is a file
+    if not is_url(path) and local.exists() and not (local.is_file() or local.is_dir()):
         raise UsageError(f"{path}: is a pipe or a device; put a file there")
     return path.read_bytes()
 
@@ -334,14 +332,6 @@ def tokenizer_file(path: epath.Path) -> epath.Path:
         if (path / name).is_file():
             return path / name
     return path
-
-
-def is_special(path: epath.PathLike) -> bool:
-    """Returns whether a local path leads to a pipe, a socket or a device; etils says to a file."""
-    if is_url(path) or not os.path.exists(path):
-        return False
-    mode = os.stat(path).st_mode
-    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def check_regular(path: epath.Path) -> None:

@@ -5,10 +5,8 @@ import os
 import pathlib
 
 import jax
-import jax.numpy as jnp
 
 from prope.errors import UsageError
-from prope.spec.run import Spec
 
 # Options of glibc's malloc, which take blocks of any size from a heap that never shrinks.
 _M_MMAP_MAX = -4
@@ -47,32 +45,18 @@ def check_memory(compiled: jax.stages.Compiled, remedy: str) -> None:
     block may take a piece of it, and the next run would need as much again.
     """
     memory = compiled.memory_analysis()
-    _check(step_bytes(memory), remedy)
     device = jax.local_devices()[0]
+    needed = step_bytes(memory)
     limit = device_bytes(device)
+    if limit is not None and needed > limit:
+        sizes = f"{needed / 1e9:,.3f} GB on every device, which has {limit / 1e9:,.3f} GB"
+        raise UsageError(f"out of memory: a step needs at least {sizes}: {remedy}")
     libc = ctypes.CDLL(None)
     is_large = limit is not None and memory.temp_size_in_bytes * _LARGE > limit
     if device.platform == "cpu" and is_large and hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         libc.mallopt(_M_MMAP_MAX, 1 << 16)
         libc.malloc_trim(0)
-
-
-def check_activations(spec: Spec, remedy: str) -> None:
-    """Raises UsageError, before a compilation of minutes, where not even the least fits.
-
-    That is what every layer keeps: its input [rows of a microbatch, seq_len, embed_dim], and two
-    such arrays of hidden_dim where remat saves wide matmuls. Attention keeps more.
-    """
-    model = spec.model
-    tensor = spec.mesh.tensor
-    tokens = spec.batch_size // spec.accumulation * spec.data.seq_len
-    tokens_per_device = tokens // (jax.device_count() // tensor)
-    width = model.embed_dim
-    if model.remat in ("none", "minimal"):
-        width += 2 * model.hidden_dim // tensor
-    itemsize = jnp.dtype(model.dtype).itemsize
-    _check(model.num_layers * tokens_per_device * width * itemsize, remedy)
 
 
 def reuse_memory() -> None:
@@ -87,10 +71,3 @@ def reuse_memory() -> None:
     if hasattr(libc, "mallopt"):  # macOS has none
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, -1)
-
-
-def _check(needed: int, remedy: str) -> None:
-    limit = device_bytes(jax.local_devices()[0])
-    if limit is not None and needed > limit:
-        sizes = f"{needed / 1e9:,.3f} GB on every device, which has {limit / 1e9:,.3f} GB"
-        raise UsageError(f"out of memory: a step needs at least {sizes}: {remedy}")

@@ -8,11 +8,10 @@ flips, too. With a single seed there are intervals over documents only.
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import numpy as np
 from etils import epath
 
 from prope.errors import usage_error
-from prope.inference.statistics import Difference, holm, over_documents
+from prope.inference.statistics import Difference, holm
 from prope.runtime.files import append_jsonl
 from prope.sweep.runs import (
     Pair,
@@ -21,7 +20,6 @@ from prope.sweep.runs import (
     group_name,
     groups,
     paired_runs,
-    read_documents,
     read_entries,
     reference,
 )
@@ -37,7 +35,6 @@ class Comparison(NamedTuple):
     other: str
     difference: Difference | None = None  # None: no finished runs of a common seed
     over: str = ""  # what its standard error is over: "3 seeds", "documents"
-    documents: Difference | None = None  # the same over seeds and documents
     p_value: float | None = None  # of a declared contrast over seeds, adjusted by Holm
     sign_flip_p_value: float | None = None  # the same, by all signs of the differences
     evaluated: int = 0  # runs with a result when the contrast was declared
@@ -62,17 +59,9 @@ def compare_with_reference(runs: Iterable[Run]) -> list[Comparison]:
 
 
 def _compare(comparison: Comparison, pairs: list[Pair], comparisons: int) -> Comparison:
-    """Computes a difference from pairs of runs; over documents, too, where they have kept sums."""
+    """Computes a difference from pairs of runs; its interval holds together with others."""
     difference, over = average(pairs)
-    difference = difference._replace(comparisons=comparisons)
-    documents = None
-    sums = read_documents(pairs) if len(pairs) > 1 and difference.stderr else None
-    if sums:
-        first = sums[0]
-        loss = np.stack([one.loss.sum(axis=1) for one in sums])
-        tokens = first.tokens.sum(axis=1)
-        documents = over_documents(difference, loss, tokens, first.source, first.shares)
-    return comparison._replace(difference=difference, over=over, documents=documents)
+    return comparison._replace(difference=difference._replace(comparisons=comparisons), over=over)
 
 
 # --- Declared contrasts ---------------------------------------------------------------------------

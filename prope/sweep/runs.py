@@ -8,14 +8,14 @@ import dataclasses
 import re
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from operator import itemgetter
 
-import numpy as np
 from etils import epath
 
 from prope.encodings import FIELDS
 from prope.errors import RunFailed, UsageError, usage_error
 from prope.inference.options import text_table
-from prope.inference.paired import Sums, paired_difference, read_difference
+from prope.inference.paired import paired_difference
 from prope.inference.statistics import Difference, average_seeds, deviation
 from prope.runtime.files import read_json
 from prope.spec.run import Spec, differences
@@ -364,7 +364,7 @@ def paired_runs(group: list[Run], others: list[Run]) -> list[Pair]:
         other = by_seed.get(run.values.get(SEED))
         if other is not None:
             records = find_pair(run.last_evaluations, other.last_evaluations)
-            if records is not None and has_losses(*records):
+            if records and None not in map(itemgetter("loss"), records):
                 pairs.append((run, other, *records))
     return pairs
 
@@ -383,7 +383,7 @@ def find_changed(run: Run, record: dict) -> tuple[dict, ...]:
     fields = {name: record.get(name) for name in ("seq_len", *CHANGES)} | shown_fields(run)
     plain = [*run.dropped, *run.evaluations]
     found = find_pair(run.evaluations, plain, dict.fromkeys(CHANGES), **fields)
-    return found if found and has_losses(*found) else ()
+    return found if found and None not in map(itemgetter("loss"), found) else ()
 
 
 def average(pairs: list[Pair]) -> tuple[Difference | None, str]:
@@ -397,43 +397,14 @@ def average(pairs: list[Pair]) -> tuple[Difference | None, str]:
         return None, ""
     if len(losses) > 1:
         return average_seeds(losses), f"{len(losses)} seeds"
+    run, other, record, other_record = pairs[0]
+    about = {name: record.get(name) for name in ("step", "dataset", *CHANGES, *SAME_WINDOWS)}
+    changes = {name: other_record.get(name) for name in CHANGES}
     try:
-        return paired_difference(**_place_of(pairs[0])), "documents"
+        difference = paired_difference(run.workdir, other.workdir, about, second_fields=changes)
+        return difference, "documents"
     except UsageError:  # a run without sums
         return average_seeds(losses), ""
-
-
-def has_losses(record: dict, other_record: dict) -> bool:
-    """Returns whether both records have a loss."""
-    return None not in (record["loss"], other_record["loss"])
-
-
-def read_documents(pairs: list[Pair]) -> list[Sums] | None:
-    """Reads the differences of pairs by document; None where a run has kept no sums.
-
-    All pairs must have the same documents.
-    """
-    try:
-        sums = [read_difference(**_place_of(pair)) for pair in pairs]
-    except UsageError:
-        return None
-    tokens = [one.tokens for one in sums]
-    same = all(np.array_equal(tokens[0], others) for others in tokens)
-    return sums if same else None
-
-
-def _place_of(pair: Pair) -> dict:
-    """Returns the arguments with which `read_difference` reads the sums of a pair."""
-    run, other, record, other_record = pair
-    names = ("step", "dataset", *CHANGES, *SAME_WINDOWS)
-    fields = {name: record.get(name) for name in names}
-    other_fields = {name: other_record.get(name) for name in CHANGES}
-    return {
-        "workdir_a": run.workdir,
-        "workdir_b": other.workdir,
-        "about": fields,
-        "second_fields": other_fields,
-    }
 
 
 def table(runs: Iterable[Run]) -> list[dict]:

@@ -14,7 +14,7 @@ import time
 
 from etils import epath
 
-from prope.errors import LOST, RunFailed, Stopped, first_line, is_disk_full, log
+from prope.errors import LOST, RunFailed, Stopped, find_full, first_line, log
 from prope.runtime import files
 
 RENEW_SECONDS = 5.0
@@ -85,7 +85,7 @@ class Lease:
 
     def _read(self) -> tuple:
         """Returns the file, its holder and `saved`: {} and None where it is not a record."""
-        with files.os_errors_of_tensorstore(is_disk_full):
+        with files.os_errors_of_tensorstore(find_full):
             entry = self._folder.read(self._path.name).result()
         with contextlib.suppress(ValueError, KeyError, TypeError):
             record = files.parse_json(entry.value)
@@ -102,7 +102,7 @@ class Lease:
         unchanged = entry.stamp.generation
         written = self._folder.write(self._path.name, content, if_equal=unchanged)
         try:
-            with files.os_errors_of_tensorstore(is_disk_full):
+            with files.os_errors_of_tensorstore(find_full):
                 timeout = None if files.is_url(self._path) else LOCK_SECONDS
                 return bool(written.result(timeout=timeout).generation)
         except TimeoutError as error:

@@ -216,13 +216,8 @@ def test_the_papers_window_is_around_the_first_apostrophe():
 
 COMMANDS = [  # flags, and what the line begins with
     (["--workdir=RUN"], "--workdir=RUN: "),
-    ([], "--workdir: "),
-    *(
-        (["--workdir=RUN", "--paper", flag], f"{flag}: ")
-        for flag in ("--heads=0.1", "--head_of=q", "--channel=0.1.2", "--channels=0")
-    ),
-    (["--workdir=RUN", "--text=a", "--dataset=b"], "--dataset=b: "),
-    (["--workdir=RUN", "--text=a", "--data_dir=c"], "--data_dir=c: "),
+    (["--workdir=RUN", "--text=a", "--dataset=b"], "--text=a: "),
+    (["--workdir=RUN", "--text=a", "--data_dir=c"], "--text=a: "),
 ]
 
 

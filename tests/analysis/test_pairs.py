@@ -18,7 +18,7 @@ from prope.spec.layers import format_pairs, parse_pairs
 from prope.workdir.records import read_jsonl
 from prope.workdir.run import open_run
 
-OPTIONS = dict.fromkeys(("analysis", "step", "dataset", "data_dir", "text", "dtype", "output"))
+OPTIONS = dict.fromkeys(("step", "dataset", "data_dir", "text", "dtype", "output"))
 OPTIONS |= {"rule": ["change"], "keep": ["0.5"], "per": ["head"], "sequences": 4, "seq_len": 64}
 OPTIONS |= {"max_windows": 8}
 
@@ -206,24 +206,17 @@ def test_what_cannot_be_chosen_is_refused_in_one_line(run, tmp_path):
     assert refused(rule=["fast", "loud"]).startswith("--rule=loud: must be of change, norm, fast")
     assert refused(per=["kind"]).startswith("--per=kind: must be of head, layer, model")
     missing = str(tmp_path / "none.json")
-    assert refused(analysis=missing).startswith(f"--analysis={missing}: cannot be read")
     for given, problem in ((missing, "cannot be read"), ("0-99", "layer 0: '0-99' are no pairs")):
         error = refusal(evaluate_run, run, pairs=given)
         assert error.startswith(f"--pairs={given}: {problem}")
-    other = tmp_path / "analysis.json"
-    spec = small(rope_percentage=1.0)
-    layers = [{"layer": n} | one for n, one in enumerate(draw_norms(spec))]
-    about = dict.fromkeys(("workdir", "step", "source", "split", "sequences", "seq_len"))
-    other.write_text(json.dumps({"layers": layers} | about))
-    assert refused(analysis=str(other)).startswith(f"--analysis={other}: has 3 layers")
-    for content in ({}, [], {"layers": layers}, {"layers": [{}]} | about):
-        other.write_text(json.dumps(content))
-        assert refused(analysis=str(other)).startswith(f"--analysis={other}: is no analysis.json")
     stopped = tmp_path / "stopped"
     make_run(stopped, p=0.5)
     assert refused(workdir=str(stopped)).startswith(f"--workdir={stopped}: p-RoPE rotates")
     config = default_config()
-    config.model.rope_pairs = str(other)
-    assert refusal(resolve, config).startswith(f"config.model.rope_pairs={other}: is no file of")
+    other = tmp_path / "analysis.json"
+    for content in ("{}", "[]"):
+        other.write_text(content)
+        config.model.rope_pairs = str(other)
+        assert refusal(resolve, config).startswith(f"config.model.rope_pairs={other}: is no file")
     config.model.rope_pairs = str(tmp_path / "none.json")
     assert "cannot be read" in refusal(resolve, config)

@@ -74,8 +74,6 @@ REFUSED = [
     "gs://bucket/{seed}",
     "s3://bucket/x",
     "gs:///x",
-    "/gs/bucket",
-    "/s3",
 ]
 PLACES = [
     ("prope.train", ("workdir", "init_from")),
@@ -83,7 +81,7 @@ PLACES = [
     ("prope.ask", ("workdir", "output")),
     ("prope.sample", ("workdir", "prompts")),
     ("prope.analyze", ("workdir", "data_dir", "text", "output")),
-    ("prope.choose", ("workdir", "data_dir", "text", "analysis", "output")),
+    ("prope.choose", ("workdir", "data_dir", "text", "output")),
     ("prope.report", ("workdir", "sweep", "output")),
     ("prope.export_hf", ("workdir", "output")),
     ("prope.export_gguf", ("workdir", "output")),

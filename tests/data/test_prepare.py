@@ -370,14 +370,6 @@ def test_a_store_that_is_not_what_its_name_says(tmp_path):
     assert build.open_store(data, 260).path == str(path)
 
 
-@pytest.mark.parametrize("name", ["index.json", "train/zarr.json", "train/c/0"])
-def test_a_store_with_a_pipe_in_the_place_of_a_file(data, name):
-    file = pathlib.Path(build.open_store(data, 260).path, name)
-    file.unlink()
-    os.mkfifo(file)
-    refused(data, f"{name} is (missing|a pipe or a device)(, .*)?; remove it to have it prepared")
-
-
 @pytest.mark.parametrize("written", ["chunks", "arrays"])
 def test_a_disk_that_fills_up(data, whole, monkeypatch, small_chunks, written):
     write_array = arrays.write_array

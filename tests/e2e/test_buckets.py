@@ -234,13 +234,10 @@ def test_killed_between_arrays_and_commit_a_run_ends_as_a_straight_one(
 def test_a_bucket_that_fails_for_20_seconds_delays_a_run(
     storage, start_in_bucket, finish_as_straight
 ):
-    stopped = finish(start_in_bucket("--stop_at_step=10"))
-    assert stopped.code == 0, stopped.stderr
     command = start_in_bucket()
-    for moment in ("attention: xla", "step 14/20"):  # before a restore; before a save
-        command.wait_for(moment)
-        with storage.failing():
-            time.sleep(20)
+    command.wait_for("step 14/20")  # before a save
+    with storage.failing():
+        time.sleep(20)
     finish_as_straight(command)
 
 

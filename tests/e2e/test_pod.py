@@ -178,13 +178,13 @@ def test_one_of_two_hangs_and_the_watchdog_ends_the_other(start_pod, tmp_path):
     patient = "from prope.runtime import processes; processes.HEARTBEAT_SECONDS = 600"
     # Without FSDP nothing is reduce-scattered: on CPUs that fails after 30 s by itself.
     replicas = "--config.mesh.data=4"
-    pod = start_pod(tmp_path, ENDLESS, replicas, "--config.watchdog_minutes=1", patch=patient)
+    pod = start_pod(tmp_path, ENDLESS, replicas, "--config.watchdog_minutes=0.5", patch=patient)
     pod[0].wait_for("step 5/")
     pod[1].signal(signal.SIGSTOP)
     first = finish(pod[0])
     pod[1].kill()
     assert first.code == 76
-    assert "nothing has happened for 1 minutes after step" in line_of(first)
+    assert "nothing has happened for 0.5 minutes after step" in line_of(first)
     assert "Thread 0x" in first.stderr, "where every thread is"
     assert "train.py" in first.stderr
 

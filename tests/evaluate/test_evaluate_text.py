@@ -20,7 +20,6 @@ from prope.inference.losses import select
 from prope.inference.options import last_line
 from prope.inference.paired import paired_difference
 from prope.runtime import memory
-from prope.spec.run import Spec
 from prope.workdir.checkpoints import Checkpoints, save_imported
 from prope.workdir.run import open_run, read_config, write_config
 
@@ -191,26 +190,6 @@ def test_memory_is_estimated_before_it_is_taken(run, monkeypatch):
     assert "0.002 GB" in refusal(evaluate_run, run, seq_len="32x")
     monkeypatch.setattr(memory, "device_bytes", lambda device: needed[0])
     assert len(evaluate_run(run, seq_len="32x")) == 1
-
-
-# The default config has 4 layers, 256 wide and 1024 in the MLP, and 16 sequences.
-ACTIVATIONS = [
-    ({}, 4 * 16 * 10**6 * (256 + 2 * 1024) * 4),
-    (
-        {"model.remat": "full", "accumulation": 4, "model.dtype": "bfloat16"},
-        4 * 4 * 10**6 * 256 * 2,
-    ),
-]
-
-
-@pytest.mark.parametrize(("fields", "needed"), ACTIVATIONS)
-def test_what_the_layers_keep_must_fit(monkeypatch, fields, needed):
-    spec = Spec().replace({"data.seq_len": 10**6} | fields)
-    share = needed // jax.device_count()
-    monkeypatch.setattr(memory, "device_bytes", lambda device: share)
-    memory.check_activations(spec, "less")
-    monkeypatch.setattr(memory, "device_bytes", lambda device: share - 1)
-    assert "out of memory: " in refusal(memory.check_activations, spec, "less")
 
 
 # --- Mixtures ---------------------------------------------------------------------------------

@@ -53,56 +53,6 @@ def test_holm_is_the_closed_test_of_bonferroni():
     np.testing.assert_allclose(statistics.holm(p_values), expected)
 
 
-# --- Documents ------------------------------------------------------------------------------------
-
-
-def of_one(count):
-    """Which source each of `count` documents has, and the sources' shares: there is one."""
-    return np.zeros(count, int), (1.0,)
-
-
-def test_where_seeds_agree_documents_vary_as_the_jackknife_finds():
-    """Equal variances over seeds and documents have twice the degrees of one (Satterthwaite)."""
-    rng = np.random.default_rng(3)
-    tokens = rng.integers(100, 2000, 50)
-    loss = rng.normal(0, 0.1, 50) * tokens
-    source = np.repeat([0, 1], 25)
-    for labels, shares in (of_one(50), (source, (0.3, 0.7))):
-        mean, stderr = statistics.mean_and_stderr(loss, tokens, labels, shares)
-        arguments = (np.stack([loss] * 31), tokens, labels, shares)
-        (exact,) = {statistics.over_documents(Difference(mean, 0.0, 31), *arguments)}
-        assert exact.stderr == pytest.approx(stderr)
-        assert 30 < exact.degrees < 49
-        both = statistics.over_documents(Difference(mean, stderr, 31), *arguments)
-        assert both.stderr == pytest.approx(stderr * 2**0.5)
-        assert both.degrees == pytest.approx(4 / (1 / 30 + 1 / exact.degrees))
-    one = Difference(0.2, 0.01, 3)
-    assert statistics.over_documents(one, np.ones((3, 1)), tokens[:1], *of_one(1)) is None
-
-
-def test_documents_without_tokens_do_not_count():
-    rng = np.random.default_rng(5)
-    tokens = rng.integers(100, 2000, 6)
-    loss = (rng.normal(0, 0.1, 6) + rng.normal(0, 0.05, (3, 6))) * tokens
-    source, shares = np.array([0, 0, 0, 1, 1, 1]), (0.3, 0.7)
-    of_seeds = Difference(0.1, 0.01, 3)
-    found = []
-    for more in (0, 9):
-        several = np.pad(loss, ((0, 0), (0, more)))
-        others = np.pad(tokens, (0, more)), np.pad(source, (0, more)), shares
-        both = statistics.over_documents(of_seeds, several, *others)
-        found.append((*both[:4], *statistics.mean_and_stderr(several[0], *others)))
-    assert found[1] == pytest.approx(found[0])
-
-
-def test_where_only_seeds_differ_documents_add_nothing():
-    tokens = np.random.default_rng(4).integers(100, 2000, 50)
-    seeds = average_seeds([0.1, 0.2, 0.4])
-    loss = np.array([[0.1], [0.2], [0.4]]) * tokens
-    both = statistics.over_documents(seeds, loss, tokens, *of_one(50))
-    assert both[:4] == pytest.approx(seeds[:4])
-
-
 # --- Simulations in which nothing differs ---------------------------------------------------------
 
 
@@ -133,34 +83,3 @@ def test_false_claims_are_rare_where_nothing_differs(methods, seeds):
     assert intervals == rejected
     if methods > 2:
         assert uncorrected > 0.15 * trials, "what the corrections are for"
-
-
-# Deviations of what seeds, documents, and both together add to a difference by document.
-PARTS = {
-    "seeds": (0.3, 0, 0),
-    "all": (0.3, 1, 1),
-    "documents": (0, 3, 0.3),
-    "interaction": (0.03, 0.1, 3),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.parametrize(("seeds", "documents"), [(3, 200), (10, 60)])
-def test_intervals_over_seeds_and_documents_cover_the_difference(parts, seeds, documents):
-    """The mean over all seeds and documents is 0; the documents are of very unlike lengths."""
-    trials = 1500
-    of_seed, of_document, of_both = PARTS[parts]
-    rng = np.random.default_rng(0)
-    covered = 0
-    for _ in range(trials):
-        tokens = np.ceil(rng.lognormal(6, 0.7, documents))
-        by_document = rng.normal(0, of_seed, (seeds, 1)) + rng.normal(0, of_document, documents)
-        by_document = by_document + rng.normal(0, of_both, (seeds, documents))
-        sums = by_document * tokens
-        over_seeds = average_seeds(list(sums.sum(axis=1) / tokens.sum()))
-        both = statistics.over_documents(over_seeds, sums, tokens, *of_one(documents))
-        low, high = both.interval()
-        covered += low <= 0 <= high
-    print(parts, seeds, documents, covered / trials)
-    assert_share(covered / trials, trials, 0.93, 0.97)

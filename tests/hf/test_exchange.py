@@ -274,32 +274,14 @@ def test_what_would_be_loaded_wrongly(tmp_path, exported, case):
     refused(tmp_path, str(exported), *names)
 
 
-@pytest.mark.parametrize(
-    ("prefix", "remedy"),
-    [
-        ("module.", ".module"),
-        ("_orig_mod.", "._orig_mod"),
-        ("base_model.model.", "merge_and_unload()"),
-        ("module._orig_mod.", "save_pretrained"),
-        ("_fsdp_wrapped_module.", "save_pretrained"),
-        ("model.", "save_pretrained"),  # model.model.layers
-    ],
-)
-@pytest.mark.parametrize("bare", [False, True])
-def test_a_model_that_a_program_has_wrapped(tmp_path, exported, prefix, remedy, bare):
-    """Its prefix is named, of a model with a head or without."""
-    inner = "model." if bare and prefix != "model." else ""
-    tensors = {f"{prefix}{n.removeprefix(inner)}": v for n, v in stored(exported).items()}
-    save(exported, tensors)
-    shown = prefix.replace("base_model.model.", "base_model.") if bare else prefix
-    refused(tmp_path, WEIGHTS, f"begin with {shown},", remedy)
-
-
 def test_unknown_tensors_have_the_names_of_their_file(tmp_path, exported):
     tensors = {name.removeprefix("model."): values for name, values in stored(exported).items()}
     names = ["layers.0.self_attn.q_proj.lora_A.weight", "layers.1._orig_mod.mlp.up_proj.weight"]
     save(exported, tensors | dict.fromkeys(names, zeros(4, 4)))
     refused(tmp_path, f"unknown tensors: {names[0]}, {names[1]};")
+    # A program has wrapped the model.
+    save(exported, {f"module.{name}": values for name, values in tensors.items()})
+    refused(tmp_path, "missing tensors: model.embed_tokens.weight", "module.embed_tokens.weight")
 
 
 @pytest.mark.parametrize("row", [0, -1])

@@ -159,7 +159,6 @@ def test_the_result_is_that_of_the_files(reported):
     assert [row["selected_best"] for row in result["table"]] == [i == best for i in range(3)]
     nope, _, rope = (row["minus_rope"] for row in result["table"])
     assert nope["interval"] == pytest.approx(interval(sweep, 0))
-    assert nope["interval_over_documents"] is None, "the runs have kept no sums"
     assert rope is None
     assert all(len(set(map(len, table))) == 1 for table in page.tables)
     head, *rows = page.tables[0]
@@ -679,7 +678,7 @@ def test_the_headline_claims_no_more_than_the_interval(differences, claims):
     """The mean of −0.001, −0.010, −0.001 is 1.33 standard errors below 0; 4.3 are needed."""
     difference = average_seeds(differences)
     better = difference.difference < 0
-    rope = dict.fromkeys(("reference", "difference", "documents"))
+    rope = dict.fromkeys(("reference", "difference"))
     rope |= {
         "group": "p = 1",
         "compared_with": "RoPE",
@@ -702,24 +701,6 @@ def test_a_page_of_one_seed_says_that_it_cannot_tell(sweep):
     for path in sweep.glob("*,seed=1"):
         shutil.rmtree(path)
     assert "With one seed this page cannot tell any two methods apart" in write_page(sweep).text
-
-
-def test_intervals_over_seeds_and_documents_stand_beside_those_over_seeds(sweep):
-    rng = np.random.default_rng(5)
-    for p in PERCENTAGES:
-        for seed in SEEDS:
-            folder = run_folder(sweep, p, seed)
-            record = write_evaluation(folder, rng, "a", 100, None)
-            write_lines(folder / "eval.jsonl", [record])
-    compared = comparisons.compare_with_reference(runs.read_sweep(sweep))
-    page = write_page(sweep)
-    head, *rows = page.tables[0]
-    assert head[7] == "over seeds and documents"
-    for comparison, row in zip(compared, rows, strict=False):
-        assert comparison.documents.stderr >= comparison.difference.stderr
-        low, high = comparison.documents.interval()
-        assert row[7] == f"{low:+.4f} to {high:+.4f}".replace("-", "−")
-    assert rows[2][7] == "–"
 
 
 def test_contrasts_are_declared_by_the_names_of_groups(sweep):
@@ -779,9 +760,9 @@ def test_declared_contrasts_are_corrected_for_their_number(sweep, monkeypatch):
     page = Page(sweep / "report" / "index.html")
     rows = table_with(page, "contrast")
     assert column(rows, 0) == ["p = 0.25 minus p = 1", "p = 0 minus p = 0.25"]
-    assert column(rows, 4) == [f"{p:.2g}" for p in expected]
-    assert column(rows, 5) == [f"{p:.2g}" for p in flipped]
-    assert column(rows, 6) == ["when 6 runs had a result"] * 2
+    assert column(rows, 3) == [f"{p:.2g}" for p in expected]
+    assert column(rows, 4) == [f"{p:.2g}" for p in flipped]
+    assert column(rows, 5) == ["when 6 runs had a result"] * 2
 
 
 def lose_evaluation(folder):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import re
 import shlex
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from support.commands import ROOT, logged
 from support.models import same, small
 from support.runs import NO_WINDOWS, make_run
+from support.sweeps import Page
 from support.text import articles, read_lines, write_lines
 
 from prope.config import LEFT, default_config, describe_left, spec_from_dict
@@ -187,7 +189,12 @@ def test_the_recipe_trains_and_is_reported(recipe, imported, cache_dir):
         assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert {run["state"] for run in result["runs"]} == {"finished"}
-    assert len(result["recovery"]) == 3
+    page = Page(pathlib.Path(result["output"]))
+    (table,) = [table for table in page.tables if "tokens until back" in table[0]]
+    assert len(table) == 4
+    for row, recovery in zip(table[1:], result["recovery"], strict=True):
+        back = "not yet" if recovery["tokens"] is None else f"{recovery['tokens']:,}"
+        assert row[:3] == [recovery["run"], recovery["control"], back]
 
 
 # Parameters, and the peak of the learning rate as pages of published models have it, or its bound.

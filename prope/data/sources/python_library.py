@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 
 from etils import epath
 
-from prope.data.sources.base import Chunk, Document, Source, bad_row, check_utf8, log_once
-from prope.errors import UsageError, usage_error
+from prope.data.sources.base import Chunk, Document, Source, check_utf8, log_once
 from prope.runtime.files import hash_file
 
 _EXCLUDED = {
@@ -80,19 +79,10 @@ def _make_source(
     num_bytes: int,
     read: Callable[[_Files], Iterator[Document]],
 ) -> Source:
-    """Makes the source of files that `stamps` identify: sizes or hashes.
-
-    Raises UsageError where there are none, as in a Python whose library is a zip file.
-    """
-    version = platform.python_version()
-    if not files:
-        folder = sysconfig.get_paths()["stdlib"]
-        problem = f"Python {version} has no .py files for it in {folder}"
-        remedy = "use a Python whose library is there as .py files, or another dataset"
-        raise usage_error("config.data.dataset", name, problem, remedy)
+    """Makes the source of files that `stamps` identify: sizes or hashes."""
     listing = list(zip(files, stamps, strict=True))
     digest = hashlib.sha256(json.dumps(listing).encode()).hexdigest()
-    identity = {"dataset": name, "python": version, "files": digest}
+    identity = {"dataset": name, "python": platform.python_version(), "files": digest}
     chunk = Chunk(name, num_bytes, functools.partial(read, files))
     return Source(name, identity, (chunk,))
 
@@ -119,9 +109,4 @@ def _docstrings(file: pathlib.Path) -> list[str]:
 
 def _read_source(files: _Files) -> Iterator[Document]:
     for name, path in files.items():
-        try:
-            text = check_utf8(path.read_bytes())
-        except UsageError as error:
-            yield bad_row(str(path), error)
-            continue
-        yield Document(text, split_by=name.encode())
+        yield Document(check_utf8(path.read_bytes()), split_by=name.encode())

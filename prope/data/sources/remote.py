@@ -13,7 +13,7 @@ import filelock
 import fsspec
 from etils import epath
 
-from prope.errors import RunFailed, first_line, is_disk_full, usage_error
+from prope.errors import RunFailed, find_full, first_line, usage_error
 from prope.runtime.files import is_url, local_cache, retry_reads
 
 
@@ -36,7 +36,7 @@ def hub_folder(folder: epath.Path) -> Iterator[epath.Path]:
         commit = HfApi().dataset_info(place.repo_id, revision=place.revision).sha
         yield epath.Path(f"hf://datasets/{place.repo_id}@{commit}") / place.path_in_repo
     except (OSError, ValueError, *of_hub) as error:
-        if is_disk_full(error):
+        if find_full(error):
             raise
         name = "/".join(str(folder).split("/")[3:5]).partition("@")[0]
         problem = f"the Hub does not give it ({type(error).__name__}: {first_line(error)})"
@@ -83,7 +83,7 @@ def local_file(path: epath.Path) -> epath.Path:
             with filelock.FileLock(folder / "lock"):  # fsspec writes over what another one writes
                 return epath.Path(fsspec.open_local(f"filecache::{path}", filecache=options))
         except OSError as error:
-            if not is_disk_full(error):
+            if not find_full(error):
                 raise
             full = "the disk is full; it needs room for a copy of the dataset's shards"
             remedy = "free some space, or choose another folder, and run the same command again"

@@ -23,7 +23,7 @@ from prope.data.sources.base import (
 )
 from prope.data.sources.remote import local_file
 from prope.errors import UsageError, nearest, usage_error
-from prope.runtime.files import hash_file, is_special, is_url
+from prope.runtime.files import hash_file, is_url
 
 _FEATURES = "tensorflow_datasets.core.features."
 
@@ -40,8 +40,7 @@ def tfds_source(name: str, data_dir: epath.Path, rule: TextRule) -> Source:
     split = info.splits["train"]
     shards = [epath.Path(path) for path in split.filepaths]
     # Not by is_file of each, which is also false where the storage fails.
-    # A pipe is no shard: opening it would wait forever.
-    present = {path.name for path in folder.iterdir() if not is_special(path)}
+    present = {path.name for path in folder.iterdir()}
     missing = [shard.name for shard in shards if shard.name not in present]
     if missing:
         raise fail(f"{len(missing)} of {len(shards)} shards are missing, first {missing[0]}")
@@ -78,8 +77,6 @@ def _read_info(folder: epath.Path, fail: Callable[[str], UsageError]):
     import tensorflow_datasets as tfds
 
     for file in ("dataset_info.json", "features.json"):
-        if is_special(folder / file):
-            raise fail(f"{file} is a pipe or a device")
         with contextlib.suppress(FileNotFoundError):
             hash_file(folder / file)  # raises where the storage fails, which TFDS would not tell
     try:
@@ -269,13 +266,6 @@ def download_hint(name: str, data_dir: str | epath.Path) -> str:
     if dataset != "wikipedia":
         build = f"tfds build {name} --file_format=array_record --data_dir={data_dir}"
         return f"; prepare it with TFDS (any machine): {build}"
-
-    from tensorflow_datasets.text.wikipedia import Wikipedia
-
-    known = [config.name for config in Wikipedia.BUILDER_CONFIGS]
-    if configs and configs[0] not in known:
-        problem = f"; there is no wikipedia/{configs[0]}{nearest(configs[0], known)}"
-        return f"{problem}: give one such as wikipedia/20230601.simple"
 
     def copy(config: str) -> str:
         source = f"gs://tfds-data/datasets/wikipedia/{config}/1.0.0"

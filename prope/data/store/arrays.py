@@ -28,7 +28,6 @@ from prope.errors import UsageError, first_line
 from prope.runtime.files import (
     CONTEXT,
     files_below,
-    is_special,
     kvstore,
     parse_json,
     raise_storage_error,
@@ -160,8 +159,6 @@ def find_store(path: str, fingerprint: str | None = None) -> Store | None:
 
     Raises UsageError where it is damaged, or its fingerprint is not `fingerprint`, if that is set.
     """
-    if is_special(os.path.join(path, "index.json")):
-        raise _unusable(path, "its index.json is a pipe or a device")
     try:
         entry = retry_tokens(path, lambda: kvstore(path).read("index.json").result())
     except ValueError as error:

@@ -36,7 +36,6 @@ from prope.errors import (
     find_full,
     first_line,
     is_denied,
-    is_disk_full,
     log,
     usage_error,
 )
@@ -178,7 +177,7 @@ def _lock_preparation(cache: str, name: str) -> Iterator[pathlib.Path]:
     except OSError as error:
         if is_denied(error):
             raise usage_error(setting, folder, f"cannot be written: {error.strerror}") from error
-        if not is_disk_full(error):
+        if not find_full(error):
             problem = f"the store cannot be prepared: {first_line(error)}"
             remedy = "finished chunks are kept: see to the storage and run the same command again"
             raise StorageFailed(f"{cache}: {problem}; {remedy}") from error
