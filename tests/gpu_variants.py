@@ -28,8 +28,8 @@ VARIANTS = {
     "no Triton matmuls": ({}, {"xla_gpu_enable_triton_gemm": False}, None),
     "bfloat16 logits": ({"loss_dtype": "bfloat16"}, {}, None),
     "chunks of 4096": ({}, {}, 4096),
-    "documents": (DOCUMENTS, {}, None),
-    "documents, plain XLA": (DOCUMENTS | {"model.attention": "xla"}, {}, None),
+    "documents by cuDNN": (DOCUMENTS | {"model.attention": "cudnn"}, {}, None),
+    "documents by plain XLA": (DOCUMENTS | {"model.attention": "xla"}, {}, None),
 }
 REPORTED = ("step_seconds", "mfu", "temporary_bytes", "compile_seconds", "attention")
 

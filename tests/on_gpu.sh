@@ -7,13 +7,12 @@
 # OUT gets a NAME.json and a NAME.log of every part. A part that fails, or is too slow, does not stop those after it; the
 # exit code is 1 then.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 (($#)) || { echo "error: no folder for the results: bash tests/on_gpu.sh OUT" >&2; exit 2; }
 mkdir -p "$1" && out=$(realpath "$1")
 size=${2:+:$2}
-steps=5 rows=4 length=2048 tokens=1024 shape=4,8192,8,256
-some=()
-[[ -z $size ]] || { steps=1 rows=1 length=128 tokens=128 shape=1,256,2,64 some=(--variant=documents); }
+models=(2b 300m smollm2) steps=5 rows=4 length=2048 tokens=1024 shape=4,8192,8,256 some=()
+[[ -z $size ]] || { models=(2b) steps=1 rows=1 length=128 tokens=128 shape=1,256,2,64 some=(--variant="documents by plain XLA"); }
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 failed=()
 
@@ -23,28 +22,29 @@ part() { # NAME SECONDS COMMAND..
   echo "$name: exit code $code after $((SECONDS - start)) s"
 }
 
-gemma_2b=(--config=configs/gemma_2b_wiki.py"$size" --config.batch_size=1 --config.accumulation=1)
-gemma_300m=(--config=configs/gemma_300m_wiki.py"$size")
-smollm2=(--config=configs/smollm2_135m.py"$size")
+declare -A configs=([2b]=gemma_2b_wiki [300m]=gemma_300m_wiki [smollm2]=smollm2_135m)
+choose() { # MODEL; sets `config`, the flags that name its step
+  config=(--config=configs/"${configs[$1]}".py"$size")
+  [[ $1 != 2b ]] || config+=(--config.batch_size=1 --config.accumulation=1)
+}
 bench=(python -m prope.bench --steps="$steps")
-variants=(python tests/gpu_variants.py --steps="$steps" "${some[@]}")
 
 nvidia-smi >"$out/nvidia_smi.txt" 2>&1 || true
 part versions 60 python -c 'import jax; print(jax.__version__, jax.devices()[0].device_kind, jax.print_environment_info(True))'
 part correctness 200 python tests/on_gpu.py "$tokens"
-# Kernels inside CUDA graphs have no name of their instruction.
-export XLA_FLAGS="--xla_gpu_enable_command_buffer= ${XLA_FLAGS:-}"
-part profile_2b 90 "${bench[@]}" --profile "${gemma_2b[@]}"
-part profile_300m 90 "${bench[@]}" --profile "${gemma_300m[@]}"
-part profile_smollm2 90 "${bench[@]}" --profile "${smollm2[@]}"
-export XLA_FLAGS=${XLA_FLAGS#--xla_gpu_enable_command_buffer= }
-part variants_2b 180 "${variants[@]}" "${gemma_2b[@]}"
-part variants_300m 180 "${variants[@]}" "${gemma_300m[@]}"
-part variants_smollm2 180 "${variants[@]}" "${smollm2[@]}"
+for model in "${models[@]}"; do
+  choose "$model"
+  part "profile_$model" 90 "${bench[@]}" --profile "${config[@]}"
+done
+for model in "${models[@]}"; do
+  choose "$model"
+  part "variants_$model" 180 python tests/gpu_variants.py --steps="$steps" "${some[@]}" "${config[@]}"
+done
 part rotation 60 "${bench[@]}" --rope --shape="$shape" --dtype=bfloat16
 part rotation_float32 60 "${bench[@]}" --rope --shape="$shape"
+choose smollm2
 untrained=(--config.data.dataset=python_docs --config.data.tokenizer=byte --config.num_steps=1 --config.eval.max_windows=1)
-part untrained 90 python -m prope.train "${smollm2[@]}" "${untrained[@]}" --config.batch_size=2 --workdir="$out/untrained"
+part untrained 90 python -m prope.train "${config[@]}" "${untrained[@]}" --config.batch_size=2 --workdir="$out/untrained"
 if python -c 'import torch, transformers' 2>/dev/null; then
   XLA_PYTHON_CLIENT_MEM_FRACTION=0.45 part beside_transformers 120 \
     python tests/beside_transformers.py "$out/untrained" --sequences="$rows" --seq_len="$length" --rounds="$steps"

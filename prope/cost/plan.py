@@ -55,7 +55,6 @@ def plan(spec: Spec, topology: str, devices: list, flags: dict) -> dict:
         **describe(spec, mesh),
         "sequences_per_chip": spec.batch_size / len(devices),
         "hardware_flops_per_token": step_flops / tokens,
-        "busiest_part": flops.busiest_part(spec.model, spec.data.seq_len, spec.mesh.context),
         "hbm_bytes_per_chip": int(chip.hbm_bytes * usable_memory),
     }
     # Tuning a GPU's kernels would need the GPU.

@@ -73,17 +73,17 @@ def collectives(
     return {kind: {key: counts[kind, key] for key in ("count", "bytes", "async")} for kind in kinds}
 
 
-def _collectives_of(x: Instruction, chips_per_node: int | None) -> Counter:
+def _collectives_of(x: Instruction, chips_per_node: int | None) -> dict:
     if x.opcode == "recv":
-        return Counter(_received_from_slices(x))
+        return _received_from_slices(x)
     if x.kind in _COLLECTIVES:
-        return Counter(_count_collective(x, chips_per_node))
+        return _count_collective(x, chips_per_node)
     counts = Counter()
     if x.opcode == "fusion" or (x.opcode == "async-start" and _SYNC not in x.attributes):
         for part in x.called("calls").instructions.values():
             counts.update(_collectives_of(part, chips_per_node))
     if x.opcode == "async-start":  # what it wraps is counted where it stands
-        return Counter({(kind, "async"): counts[kind, "count"] for kind, _ in counts})
+        return {(kind, "async"): counts[kind, "count"] for kind, _ in counts}
     return counts
 
 

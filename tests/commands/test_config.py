@@ -376,7 +376,7 @@ def test_attention_is_chosen_for_each_kind_of_layer(platform, requested, expecte
     assert (model.attention, model.global_attention) == expected
 
 
-@pytest.mark.parametrize(("platform", "expected"), [("tpu", "splash"), ("gpu", "cudnn")])
+@pytest.mark.parametrize(("platform", "expected"), [("tpu", "splash"), ("gpu", "xla")])
 def test_attention_that_masks_documents_is_chosen_for_the_device(platform, expected):
     fields = {"model.dtype": "bfloat16", "model.head_dim": 128, "data.mask_documents": True}
     device = SimpleNamespace(platform=platform, compute_capability="9.0")

@@ -382,7 +382,7 @@ CHOICES = [
     (make_gpu("10.0"), {"H": 256}, ()),
     (HOPPER, {"H": 384}, ("head_dim", "256", "384")),
     (HOPPER, {"dtype": "float32"}, ("dtype", "float32")),
-    (HOPPER, {"segmented": True, "H": 256}, ()),
+    (HOPPER, {"segmented": True, "H": 256}, ("documents",)),
     (AMPERE, {"segmented": True}, ("Hopper", "data.mask_documents")),
     (HOPPER, {"fits_context": False}, ("mesh.context must divide",)),
     (HOPPER, {"segmented": True, "fits_context": False}, ("mesh.context must be 1",)),
@@ -412,6 +412,10 @@ def test_a_device_takes_its_kernel_where_it_can(device, change, obstacles):
         assert choose_implementation(kernel, device, **workload)[0] == name == kernel
         return
     assert name == "xla"
+    if obstacles == ("documents",):  # which has to be asked for
+        assert choose_implementation(kernel, device, **workload)[0] == kernel
+        assert f"attention={kernel}" in reason
+        return
     line = refuse(kernel, device, workload)
     for words in obstacles:
         assert words in reason and words in line

@@ -467,13 +467,15 @@ def test_an_exchange_between_nodes_is_not_shared_by_their_gpus():
 
 # A loop of 3 rounds with a matmul of a GPU's library, scanned weights that are cast, and an
 # activation; then the head's matmul, within a fusion as TPUs write it, and one kernel of each other
-# class. Two kernels have no path of their own: one that is fused, and one that another reads.
+# class. Two kernels have no path of their own: one that is fused, and one that another reads. A
+# Pallas kernel's metadata is on lines of its own.
 KERNELS = """
 %cast (w: f32[3,64,32], i: s32[]) -> bf16[64,32] {
   %w.1 = f32[3,64,32]{2,1,0} parameter(0)
   %i.1 = s32[] parameter(1)
   %zero.1 = s32[] constant(0)
-  %row.1 = f32[1,64,32]{2,1,0} dynamic-slice(%w.1, %i.1, %zero.1, %zero.1)
+  %at.1 = s32[] add(%i.1, %zero.1)
+  %row.1 = f32[1,64,32]{2,1,0} dynamic-slice(%w.1, %at.1, %zero.1, %zero.1)
   %bitcast.1 = f32[64,32]{1,0} bitcast(%row.1)
   ROOT %cast.1 = bf16[64,32]{1,0} convert(%bitcast.1)
 }
@@ -519,8 +521,10 @@ body=%body, backend_config={"known_trip_count":{"n":"3"}}
   %q = f32[40]{0} dot(%s, %square), lhs_contracting_dims={0}, \
 metadata={op_name="jit(step)/Block/attn/q_einsum/BTD,NDH->BTNH/dot_general"}
   %turned = f32[40]{0} multiply(%q, %s), metadata={op_name="jit(step)/Block/attn/mul"}
-  %cores = f32[40]{0} custom-call(%turned), custom_call_target="__cudnn$fmhaSoftmax", \
-metadata={op_name="jit(step)/Block/attn/attention/dot_product_attention_fwd"}
+  %cores = f32[40]{0} custom-call(%turned), custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={
+"xprof_metadata":"{}"
+}}, metadata={op_name="jit(step)/Block/attn/attention/dot_product_attention_fwd"}
   %normed = f32[40]{0} multiply(%cores, %s), metadata={op_name="jit(step)/jvp(RMSNorm)/mul"}
   %stack.5 = f32[4,40]{1,0} broadcast(%zero)
   %stacked = f32[4,40]{1,0} dynamic-update-slice(%stack.5, %s, %zero, %zero)

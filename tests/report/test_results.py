@@ -451,8 +451,8 @@ def unpack(name: str, folder: epath.Path, page: str | None = None) -> list[str]:
     return (RESULTS / f"{page or name}.md").read_text().splitlines()
 
 
-# The index; the paper's figures; hashes of texts; a page whose runs are made again.
-WITHOUT_RECORDS = {"README", "gemma_2b", "wiki_sample_articles", "longcontext"}
+# The index; the paper's figures; hashes of texts; contrasts that are declared for runs to come.
+WITHOUT_RECORDS = {"README", "gemma_2b", "wiki_sample_articles", "unrotated_or_fast"}
 
 
 def test_a_page_has_records_beside_it_or_says_that_there_are_none():
@@ -460,7 +460,7 @@ def test_a_page_has_records_beside_it_or_says_that_there_are_none():
         text = page.read_text()
         if page.stem not in WITHOUT_RECORDS:
             records = re.findall(r"`(\w+\.tar\.xz)`", text)
-            assert records or re.search("no records (of these runs were )?kept", text, re.I), page
+            assert records or re.search(r"no records [\w ]*kept", text, re.I), page
             assert all((RESULTS / name).exists() for name in records), page
 
 
@@ -483,7 +483,7 @@ def test_a_sweep_is_redrawn_from_its_records(name, tmp_path):
 def test_what_real_models_do_with_their_pairs_is_in_their_records(model, tmp_path):
     lines = unpack("real_models", tmp_path)
     folder = epath.Path(tmp_path) / model
-    bands = band_rows(folder)
+    bands = [row for run in sorted(folder.parent.glob(f"{model}*")) for row in band_rows(run)]
     assert len(bands) >= 6
     analysis = json.loads((folder / "analysis/analysis.json").read_text())
     rows = bands + usage_rows(analysis) + channel_rows(analysis) + [search_row(folder)]
