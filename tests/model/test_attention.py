@@ -62,7 +62,6 @@ def segmented(T, B=2, window=None, sinks=0):
         (300, 4, 2, Mask(window=300)),
         (300, 4, 2, segmented(300, window=40, sinks=130)),
         (1025, 4, 2, segmented(1025, B=1, window=200)),
-        slow(1025, 4, 2, CAUSAL),
     ],
 )
 def test_blocks_of_queries_and_their_gradients_equal_the_formula(T, heads, kv_heads, mask):
