@@ -29,7 +29,7 @@ synthetic, wiki = (
     runpy.run_path(str(pathlib.Path(__file__).with_name(f"{name}.py")))
     for name in ("synthetic", "encodings_wiki")
 )
-METHODS = (*wiki["METHODS"], "rope_swa")
+METHODS = wiki["METHODS"]
 SIZES = ("full", "10000", "niah", "tiny", "rates", "table")
 NIAH = ("rope_swa", "p_rope_swa", "rnope_swa")  # windows, and one full layer of each encoding
 OTHERS = ("rope", "p_rope_0.75", "p_rope_0.25", "nope", "swa_only", "partial_0.5", "rope_id")
@@ -37,7 +37,7 @@ TABLE = (*NIAH, *OTHERS, "cutoff_1")
 
 
 def get_config(argument: str = "full"):
-    method, size = wiki["parse"](argument, METHODS, SIZES)
+    method, size = wiki["parse"](argument, (*METHODS, *NIAH), SIZES)
     config = synthetic["get_config"]()
     config.num_steps = 4000
     config.eval_every = 1000
@@ -71,7 +71,5 @@ def get_sweep(argument: str = "full"):
         return seeds | {"config": tuple(f"{__file__}:{name}" for name in names)}
     if argument == "niah":
         return seeds | {"config": tuple(f"{__file__}:{method}-niah" for method in NIAH)}
-    grid = wiki["sweep"](__file__, argument, METHODS, SIZES)
-    if argument in ("full", "tiny", "rates"):  # with three seeds, as they were
-        grid["config"] = grid["config"][:-1]
-    return grid
+    methods = METHODS if argument in SIZES else (*METHODS, *NIAH)
+    return wiki["sweep"](__file__, argument, methods, SIZES)

@@ -93,14 +93,12 @@ def get_config(argument: str = "rope"):
         config.model.remat = "none"
         config.data.seq_len = 256
         config.optimizer.warmup_steps = 10
-    shrink_for_laptop(config, "tiny" if size == "tiny" else "full")
-    config.model.update(encoding(arm, config.model, config.data.seq_len))
-    if size == "tiny":
-        return config
     text = {"weight": 0.7, "dataset": "files", "data_dir": "data"}
     tasks = {"weight": 0.3, "dataset": "longcontext/mix", "data_dir": ""}
     config.data.dataset = "mixture"
     config.data.mixture = (text, tasks)
+    shrink_for_laptop(config, "tiny" if size == "tiny" else "full")
+    config.model.update(encoding(arm, config.model, config.data.seq_len))
     return config
 
 
