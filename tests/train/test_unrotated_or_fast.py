@@ -94,7 +94,8 @@ import runpy
 original = runpy.run_path({str(SCRIPT["FILE"])!r})
 def get_config(name):
     config = original["get_config"](name)
-    config.num_steps, config.log_every, config.data.dataset = 3, 1, "longcontext/mix"
+    config.num_steps, config.log_every, config.data.dataset = 3, 1, "mixture"
+    config.data.mixture = ({{"weight": 1.0, "dataset": "longcontext/mix", "data_dir": ""}},) * 2
     return config
 def get_sweep(size):
     return {{"config": ("page.py:rope-tiny", "page.py:fast-tiny")}}
