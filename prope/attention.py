@@ -19,11 +19,13 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from prope.kernels.blockwise import blockwise_attention
 from prope.kernels.cache import attend_to_cache
 from prope.kernels.choice import choose_implementation
+from prope.kernels.documents import cudnn, locate_documents
 from prope.kernels.mask import CAUSAL, Mask
 from prope.kernels.splash import splash
 from prope.sharding import (
@@ -37,6 +39,7 @@ from prope.sharding import (
 )
 
 
+@jax.named_scope("attention")
 def attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
@@ -57,7 +60,8 @@ def attention(
       query: rotated, and scaled: by 1 / sqrt(H), or the config's attention_scale.
       key: rotated.
       value: not rotated.
-      mask: which of these keys a query does not see; its segment ids need T = S.
+      mask: which of these keys a query does not see; its segment ids need T = S, and for cuDNN
+        equal ids are neighbours.
       cap: soft cap on the scores, before the mask; None: none.
       first_query: for keys from a cache, the position of each row's first query; always computed
         by plain XLA. It needs newest_key.
@@ -99,12 +103,14 @@ def _by_blocks(kernel, mask, cap, query, key, value, segment_ids=None):
     return _heads_last(kernel(*arrays, mask, positions, context_rank(), cap))
 
 
-def _cudnn(mask, cap, query, key, value):
+def _cudnn(mask, cap, query, key, value, segment_ids=None):
     """Attends by NVIDIA's flash attention, causal without a mask array, which has no soft cap."""
     if cap is not None:
         raise ValueError("cuDNN has no soft cap on scores; take implementation=xla")
     if mask.sinks:
         raise ValueError("cuDNN has no mask for sinks; take implementation=xla")
+    if segment_ids is not None:
+        return _within_documents(mask, query, key, value, segment_ids)
     output = jax.nn.dot_product_attention(
         split_heads(query),
         split_heads(key),
@@ -115,6 +121,27 @@ def _cudnn(mask, cap, query, key, value):
         implementation="cudnn",
     )
     return join_heads(output)
+
+
+def _within_documents(mask, query, key, value, segment_ids):
+    """Attends by cuDNN within packed documents; by plain XLA where a row has too many for it."""
+    lengths, starts, fits = locate_documents(segment_ids)
+    if jax.__version_info__ < (0, 11, 1):
+        # It reads keys and values as if they had the heads of the queries.
+        G = query.shape[2] // key.shape[2]
+        key, value = (jnp.repeat(x, G, axis=2) for x in (key, value))
+    packed = functools.partial(
+        cudnn.dot_product_attention,
+        q_seqlen=lengths,
+        kv_seqlen=lengths,
+        q_offsets=starts,
+        kv_offsets=starts,
+        mask_type=cudnn.MaskType.PADDING_CAUSAL,
+        sliding_window_length=mask.window,
+    )
+    by_blocks = functools.partial(_IMPLEMENTATIONS["xla"], mask, None, segment_ids=segment_ids)
+    # Without the checkpoint a gradient would keep arrays for both.
+    return jax.lax.cond(fits, packed, jax.checkpoint(by_blocks), query, key, value)
 
 
 _IMPLEMENTATIONS = {

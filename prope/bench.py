@@ -12,7 +12,11 @@ and causal attention, 6 L N H T per token. Recomputation is not counted. It is n
 peak is not known. Started on every host of a pod as training is, it measures the step on all their
 devices, and the matmul on one.
 
+--profile also traces three steps: `profile` has the milliseconds of each class of kernels, such as
+matmul MLP, attention or norms, as measured and as a roofline has them, and how long none ran.
+
 --rope times `apply_p_rope` beside the paper's listing, each as a multiple of a plain copy, x + 1.
+On a GPU or TPU 20 calls are timed together, so that the time to start a program does not count.
 """
 
 from absl import flags
@@ -28,6 +32,7 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "steps", 10, "timed steps, after two untimed ones; the median counts", lower_bound=1
     )
+    flags.DEFINE_boolean("profile", False, "also trace steps: milliseconds by class of kernel")
     flags.DEFINE_boolean("rope", False, "time the rotation alone")
     flags.DEFINE_list("shape", ["2", "4096", "8", "256"], "with --rope: shape B,T,N,H of the array")
     flags.DEFINE_enum(
@@ -38,18 +43,20 @@ def define_flags() -> None:
 
 def main() -> dict:
     """Measures; returns the times."""
+    if FLAGS.rope:
+        if FLAGS.config is not None or FLAGS.profile:
+            problem = "times the rotation alone; --config and --profile measure the training step"
+            raise UsageError(f"--rope {problem}: leave out one or the other")
+        arguments = (_parse_shape(), FLAGS.dtype, FLAGS.rope_percentage)
+    elif FLAGS.config is None:
+        raise UsageError("prope.bench needs --config=FILE to measure its training step, or --rope")
     from prope.cost.bench import bench_rope, bench_step
     from prope.runtime import processes
 
     if FLAGS.rope:
-        if FLAGS.config is not None:
-            raise UsageError("--rope and --config measure different things; give one of them")
-        arguments = (_parse_shape(), FLAGS.dtype, FLAGS.rope_percentage)
         processes.check_count()
         return processes.call_on_first(lambda: bench_rope(*arguments))
-    if FLAGS.config is None:
-        raise UsageError("prope.bench needs --config=FILE to measure its training step, or --rope")
-    return bench_step(command.read_spec(), FLAGS.steps)
+    return bench_step(command.read_spec(), FLAGS.steps, FLAGS.profile)
 
 
 def _parse_shape() -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from prope.kernels.softcap import softcap, softcap_slope
 from prope.sharding import (
     constrain,
     constrain_like_param,
+    device_kind,
     num_shards,
     shard_axes,
     shard_mapped,
@@ -60,35 +61,38 @@ def token_losses(
     return losses.swapaxes(0, 1).reshape(targets.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def weighted_loss(
     hidden: Float[Array, "B T D"],
     embedding: Float[Array, "V D"],
     targets: Int[Array, "B T"],
     weights: Float[Array, "B T"],
     cap: float | None = None,
+    logits_dtype: str = "float32",
 ) -> Float[Array, ""]:
     """Computes the sum of weights * `token_losses`, nats, float32.
 
-    Matmuls are in hidden's dtype with float32 sums, those of the embedding's gradient too. B
-    divides among the devices that share the batch.
+    Matmuls are in hidden's dtype with float32 sums, those of the embedding's gradient too. Logits
+    are rounded to `logits_dtype`. B divides among the devices that share the batch.
     """
     return (token_losses(hidden, embedding, targets, cap) * weights).sum()
 
 
-def _forward(hidden, embedding, targets, weights, cap):
+def _forward(hidden, embedding, targets, weights, cap, logits_dtype):
     # The cast comes before the all-gather, which then moves fewer bytes.
     table = constrain_like_param(embedding.astype(hidden.dtype), "VD")
     by_chunks = shard_mapped(
-        functools.partial(_loss_by_chunks, cap), ["BTD", "VD", "BT", "BT"], ["BT", "BTD", "VD"]
+        functools.partial(_loss_by_chunks, cap, logits_dtype),
+        ["BTD", "VD", "BT", "BT"],
+        ["BT", "BTD", "VD"],
     )
     losses, grad_hidden, grad_embedding = by_chunks(hidden, table, targets, weights)
     residuals = (losses, grad_hidden, grad_embedding.astype(embedding.dtype))
     return (losses * weights).sum(), residuals
 
 
-def _backward(cap, residuals, cotangent):
-    del cap
+def _backward(cap, logits_dtype, residuals, cotangent):
+    del cap, logits_dtype
     losses, grad_hidden, grad_embedding = residuals
     grad_hidden = (grad_hidden * cotangent).astype(grad_hidden.dtype)
     grad_embedding = (grad_embedding * cotangent).astype(grad_embedding.dtype)
@@ -99,11 +103,11 @@ def _backward(cap, residuals, cotangent):
 weighted_loss.defvjp(_forward, _backward)
 
 
-def _loss_by_chunks(cap, hidden, table, targets, weights):
+def _loss_by_chunks(cap, logits_dtype, hidden, table, targets, weights):
     """Returns losses [B, T], gradients of hidden and table, by chunks of a device's tokens."""
     axes = shard_axes("V")  # with them, the table holds this device's entries of the vocabulary
     entries = jax.lax.axis_index(axes) * len(table) + jnp.arange(len(table))
-    add_chunk = functools.partial(_add_chunk, cap, entries, table)
+    add_chunk = functools.partial(_add_chunk, cap, logits_dtype, entries, table)
     chunks = _chunk_tokens((hidden, targets, weights), len(table))
     start = jnp.zeros(table.shape, jnp.float32)
     grad_table, results = jax.lax.scan(add_chunk, start, chunks)
@@ -114,7 +118,7 @@ def _loss_by_chunks(cap, hidden, table, targets, weights):
     return losses, grad_hidden.astype(hidden.dtype), sum_like_param(grad_table, "VD")
 
 
-def _add_chunk(cap, entries, table, grad_table, chunk):
+def _add_chunk(cap, logits_dtype, entries, table, grad_table, chunk):
     """Adds a chunk of tokens to the table's gradient; returns that, and what each token has.
 
     `entries` are those of the vocabulary that the table holds on this device.
@@ -122,7 +126,8 @@ def _add_chunk(cap, entries, table, grad_table, chunk):
     axes = shard_axes("V")
     B, T = chunk[1].shape
     rows, targets, weights = (x.reshape(-1, *x.shape[2:]) for x in chunk)
-    logits = softcap(einsum_to_float32("RD,VD->RV", rows, table), cap)
+    rounded = jnp.einsum("RD,VD->RV", rows, table, preferred_element_type=logits_dtype)
+    logits = softcap(rounded.astype(jnp.float32), cap)
     logsumexp = _logsumexp_over_shards(logits, axes)
     is_target = entries[None] == targets[:, None]
     target_logits = jnp.where(is_target, logits, 0).sum(axis=-1)
@@ -146,9 +151,25 @@ def _matmul_gradients(grad_logits, rows, table, axes):
 
 def _logsumexp_over_shards(logits, axes):
     """Computes logsumexp over the whole vocabulary, whose shards lie on the mesh axes `axes`."""
-    local = jax.nn.logsumexp(logits, axis=-1)
+    on_nvidia = device_kind().startswith("NVIDIA")
+    local = (_logsumexp_in_one_pass if on_nvidia else jax.nn.logsumexp)(logits, axis=-1)
     largest = jax.lax.pmax(local, axes)
     total = jax.lax.psum(jnp.exp(local - largest), axes)
+    return largest + jnp.log(total)
+
+
+def _logsumexp_in_one_pass(logits, axis: int):
+    """Reads the logits once, where XLA's GPU compiler reads them for their maximum and again."""
+
+    def combine(one, other):
+        largest = jnp.maximum(one[0], other[0])
+        totals = (total * jnp.exp(high - largest) for high, total in (one, other))
+        return largest, sum(totals)
+
+    least = jnp.finfo(logits.dtype).min  # from -inf, the difference of two would be nan
+    start = (jnp.array(least, logits.dtype), jnp.zeros((), logits.dtype))
+    terms = (logits, jnp.ones_like(logits))
+    largest, total = jax.lax.reduce(terms, start, combine, (axis % logits.ndim,))
     return largest + jnp.log(total)
 
 
@@ -168,6 +189,5 @@ def _chunk_tokens(arrays, V: int, shards: int = 1):
 
 
 def _rows_per_chunk() -> int:
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    kind = getattr(device, "device_kind", "")
+    kind = device_kind()
     return next(rows for start, rows in _ROWS_PER_CHUNK.items() if kind.startswith(start))

@@ -47,6 +47,7 @@ Params = dict[str, Any]
 # Keys and values by kind of layer: {"key", "value"}, each [n, B, K, S, H] for the n layers of the
 # kind that have some. The token at position m is in slot m % S.
 Cache = dict[str, dict[str, jax.Array]]
+_NEW = "new "  # before the kind of keys and values that layers hand on beside a cache
 
 
 class Captured(NamedTuple):
@@ -112,9 +113,8 @@ class Einsum(nn.Module):
 class Decoding(NamedTuple):
     """What a layer needs to read and write a cache."""
 
-    first_query: jax.Array  # [B], the position of each row's first token
-    lengths: jax.Array  # [B]; tokens at positions from here on are padding, and not kept
-    newest_key: jax.Array  # [B], the position of each row's last token that is kept
+    first_query: jax.Array | None  # [B], position of each row's first token; None: cache is empty
+    newest_key: jax.Array  # [B], the position of each row's last token; later ones are padding
     index: jax.Array | int  # of the layer in the cache of its kind
 
 
@@ -122,7 +122,8 @@ class Attention(nn.Module):
     """Projects to queries, keys and values, applies p-RoPE, attends, and projects back to D.
 
     `memory` holds the keys and values that layers hand on: a `Cache` with `decoding`, otherwise
-    {kind: {"key", "value"}}, each [B, T, K, H], not rotated; None where no layer needs them.
+    {kind: {"key", "value"}}, each [B, T, K, H], not rotated; None where no layer needs them. The
+    first tokens of a cache have both.
     """
 
     spec: ModelSpec
@@ -151,11 +152,10 @@ class Attention(nn.Module):
             key = checkpoint_name(constrain(key, "BTKH"), "key")
             value = checkpoint_name(constrain(value, "BTKH"), "value")
         cached = {}
-        if decoding is not None:
-            if not self.layer.shares_kv:
-                new = {"key": key, "value": value}
-                written = _write_cache(memory[kind], new, decoding)
-                memory = memory | {kind: written}
+        if decoding is not None and not self.layer.shares_kv:
+            written = _write_cache(memory[kind], {"key": key, "value": value}, decoding)
+            memory = memory | {kind: written}
+        if decoding is not None and decoding.first_query is not None:
             cached = {"first_query": decoding.first_query, "newest_key": decoding.newest_key}
             stored = {name: array[decoding.index] for name, array in memory[kind].items()}
             key = stored["key"].swapaxes(1, 2)
@@ -174,14 +174,13 @@ class Attention(nn.Module):
 
     def _keys_and_values(self, x, memory, decoding):
         """Returns keys and values [B, T, K, H] before the rotation, and the memory with them."""
-        kind = self.layer.kind
+        place = self.layer.kind if decoding is None else _NEW + self.layer.kind
         if self.layer.shares_kv:
-            if decoding is not None:
-                return None, None, memory
-            return memory[kind]["key"], memory[kind]["value"], memory
+            new = memory.get(place, {"key": None, "value": None})  # they are in the cache
+            return new["key"], new["value"], memory
         key, value = self._project_keys_and_values(x)
-        if memory is not None and decoding is None:
-            memory = memory | {kind: {"key": key, "value": value}}
+        if memory is not None and place in memory:
+            memory = memory | {place: {"key": key, "value": value}}
         return key, value, memory
 
     def _project_keys_and_values(self, x):
@@ -206,11 +205,19 @@ def _write_cache(cache: dict[str, jax.Array], new: dict[str, jax.Array], decodin
     """
     B, T = new["key"].shape[:2]
     S = cache["key"].shape[3]
+    newest = decoding.newest_key[:, None]
+    if decoding.first_query is None:
+        positions = newest - (newest - jnp.arange(S)[None]) % S  # of every slot
+
+        def fill(array, new):
+            kept = jnp.take_along_axis(new, positions[..., None, None], axis=1, mode="clip")
+            return array.at[decoding.index].set(kept.swapaxes(1, 2))
+
+        return jax.tree.map(fill, cache, new)
     rows = jnp.arange(B)[:, None]
-    steps = jnp.arange(T)[None]
-    positions = decoding.first_query[:, None] + steps
-    is_padding = positions >= decoding.lengths[:, None]
-    slots = jnp.where(is_padding, S, positions % S)  # S is beyond the cache: nothing is written
+    positions = decoding.first_query[:, None] + jnp.arange(T)[None]
+    # Of padding nothing is written: S is beyond the cache.
+    slots = jnp.where(positions > newest, S, positions % S)
     return {
         name: array.at[decoding.index, rows, :, slots].set(new[name], mode="drop")
         for name, array in cache.items()
@@ -292,10 +299,12 @@ def decode(
     params: Params,
     tokens: Int[Array, "B T"],
     cache: Cache,
-    first_query: Int[Array, " B"],
+    first_query: Int[Array, " B"] | None,
     lengths: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Cache]:
     """Runs the decoder on T more tokens, from position `first_query` of each row on.
+
+    None: on the first tokens. They see one another, by the layer's kernel, and not the cache.
 
     A token sees the slots up to its position; later slots may hold anything. `params["layers"]` may
     be a tuple with the parameters of each layer, as `prope.inference.generation` splits them.
@@ -303,19 +312,23 @@ def decode(
 
     Args:
       cache: where a layer with a window has fewer slots than there are positions, it must have at
-        least window + T - 1.
+        least window + T - 1, for first tokens window.
       lengths: of the rows; tokens from there on are padding, which does not get into the cache.
 
     Returns:
       `hidden_states` of these tokens, and the cache with their keys and values.
     """
-    steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    positions = first_query[:, None] + steps[None]
-    end = first_query + tokens.shape[1]
-    lengths = end if lengths is None else lengths
-    newest_key = jnp.minimum(end, lengths) - 1
-    decoding = Decoding(first_query, lengths, newest_key, index=0)
-    return _run(spec, params, tokens, positions, cache, decoding=decoding)
+    B, T = tokens.shape
+    start = jnp.zeros(B, jnp.int32) if first_query is None else first_query
+    positions = start[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
+    end = start + T
+    newest_key = (end if lengths is None else jnp.minimum(end, lengths)) - 1
+    decoding = Decoding(first_query, newest_key, index=0)
+    memory = cache
+    if first_query is None and spec.num_kv_shared_layers:
+        memory = cache | {_NEW + kind: kv for kind, kv in _empty_memory(spec, B, T).items()}
+    hidden, memory = _run(spec, params, tokens, positions, memory, decoding=decoding)
+    return hidden, {kind: memory[kind] for kind in cache}
 
 
 def _empty_memory(spec, B: int, T: int):

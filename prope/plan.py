@@ -7,9 +7,10 @@ Needs XLA's compiler, which is libtpu (pip install -e '.[tpu]') or JAX's CUDA pl
 '.[plan-gpu]'), and no TPU or GPU. What it reports is of two kinds:
 
     compiled   whether the step fits and what fills a chip's memory, the collectives, the kernels,
-               the HBM traffic
+               the HBM traffic, also by class of kernel
     roofline   ideal_*: a lower bound of the step time, our own count of FLOPs and bytes against the
-               chip's peaks, with perfect overlap. A real step takes longer.
+               chip's peaks, with perfect overlap. A real step takes longer. Of each class of
+               kernels, such as attention or the optimizer: milliseconds, one kernel after another.
 
 A topology is a TPU and the shape of a slice in chips, v5e:4x4, v5p:4x4x4, v6e:16x16, or a GPU and
 nodes x GPUs of a node, a100:8, h100:8x8, h200:1, b200:8 (a100 has 80 GB). --slices=N joins N TPU

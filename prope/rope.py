@@ -107,10 +107,11 @@ def phase_table(positions: ArrayLike, phases: ArrayLike) -> jax.Array:
 def rotate(inputs: jax.Array, table: jax.Array) -> jax.Array:
     """Rotates `inputs` [B, T, N, H] by a table, in at least float32; casts last.
 
-    The table is [2, B, T, P], or [2, B, T, K, P], of which N / K heads after one another take one.
+    The table is [2, b, T, P], or [2, b, T, K, P], of which N / K heads after one another take one;
+    b is 1 or B. It has no gradient.
     """
     dtype = inputs.dtype if inputs.dtype == jnp.float64 else jnp.float32
-    table = table.astype(dtype)
+    table = jax.lax.stop_gradient(table.astype(dtype))
     heads = inputs.shape[2:3]
     if table.ndim == 4:
         table = table[:, :, :, None]
@@ -119,11 +120,50 @@ def rotate(inputs: jax.Array, table: jax.Array) -> jax.Array:
         table = table[:, :, :, :, None]
     cos, sin = table[..., None, :]
     # The two halves get an axis of their own: LLVM vectorises these loops and their gradient's.
-    pairs = table.shape[-1]
-    halves = inputs.astype(dtype).reshape(*inputs.shape[:2], *heads, 2, pairs)
-    first, second = jnp.split(halves, 2, axis=-2)
+    halves = inputs.reshape(*inputs.shape[:2], *heads, 2, table.shape[-1])
+    rotated = jax.lax.platform_dependent(
+        halves, cos, sin, cpu=_rotate_split, default=_rotate_reversed
+    )
+    return rotated.reshape(inputs.shape)
+
+
+def _rotate_split(halves: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates [..., 2, P] as a CPU does it fastest."""
+    first, second = jnp.split(halves.astype(cos.dtype), 2, axis=-2)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-2)
-    return rotated.astype(inputs.dtype).reshape(inputs.shape)
+    return rotated.astype(halves.dtype)
+
+
+@jax.custom_jvp
+def _rotate_reversed(halves: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates [..., 2, P] in one pass over the array on a TPU or a GPU.
+
+    XLA fuses a reversed array into that pass only where it is the input, not where it was computed.
+    """
+    reversed_halves = _reverse(halves).astype(cos.dtype)
+    rotated = halves.astype(cos.dtype) * cos + reversed_halves * _signed(sin)
+    return rotated.astype(halves.dtype)
+
+
+@_rotate_reversed.defjvp
+def _rotate_reversed_jvp(primals, tangents):
+    """Reverses last, so that the transpose, the gradient, reverses the cotangent first."""
+    _, cos, sin = primals
+    tangent, _, _ = tangents
+    by_cos = tangent.astype(cos.dtype) * cos
+    by_sin = tangent.astype(cos.dtype) * -_signed(sin)
+    tangent_out = by_cos.astype(tangent.dtype) + _reverse(by_sin.astype(tangent.dtype))
+    return _rotate_reversed(*primals), tangent_out
+
+
+def _reverse(halves: jax.Array) -> jax.Array:
+    return jax.lax.rev(halves, (halves.ndim - 2,))
+
+
+def _signed(sin: jax.Array) -> jax.Array:
+    """Returns -sin for the first half and sin for the second."""
+    signs = np.array([[-1], [1]], sin.dtype)
+    return sin * jnp.expand_dims(signs, range(sin.ndim - 2))
 
 
 def apply_p_rope(
@@ -137,7 +177,7 @@ def apply_p_rope(
 
     Args:
       inputs: [B, T, N, H], any float dtype; float64 is rotated in float64, others in float32.
-      positions: [B, T], integers within 32 bits.
+      positions: [B, T], or [1, T] or [T] for all rows; integers within 32 bits.
       head_dim: H.
       max_wavelength: theta, the base wavelength.
       rope_percentage: p in [0, 1]: 1 is RoPE, 0 is NoPE.
@@ -164,13 +204,13 @@ def _apply_p_rope(inputs, positions, head_dim, max_wavelength, rope_percentage):
         raise TypeError(f"inputs must be floats, as their rotation is; got {inputs.dtype}")
     if inputs.ndim != 4 or inputs.shape[-1] != head_dim:
         raise ValueError(f"inputs must be [B, T, N, head_dim={head_dim}]; got shape {inputs.shape}")
-    if positions.shape != inputs.shape[:2]:
+    B, T = inputs.shape[:2]
+    if positions.shape not in ((B, T), (1, T), (T,)):
         raise ValueError(
-            f"positions must be [B, T]={inputs.shape[:2]}, as inputs are; "
-            f"got shape {positions.shape}"
+            f"positions must be [B, T]={(B, T)}, [1, T] or [T]; got shape {positions.shape}"
         )
     freqs = frequencies(head_dim, max_wavelength, rope_percentage)
-    table = rotation_table(positions, freqs)
+    table = rotation_table(jnp.atleast_2d(positions), freqs)
     return rotate(inputs, table)
 
 

@@ -43,7 +43,7 @@ def scan_layers(
         run_layer = jax.checkpoint(
             run_layer,
             policy=_save_policy(_SAVED_RESIDUALS[spec.remat]),
-            prevent_cse=not spec.scan_layers,
+            prevent_cse=spec.scan_layers is False,
             static_argnums=3,  # number
         )
     stacked = by_stack(spec, params)
@@ -106,7 +106,7 @@ def _scan_pattern(spec, run_layer, carry, pattern, repetitions, stacked, per_lay
     rows = collections.Counter(layer.stack for layer in layers)
     params = {stack: fold(stacked[stack], first_row[stack], rows[stack]) for stack in rows}
     scanned = (params, fold(per_layer, pattern[0], len(pattern)))
-    unroll = 1 if spec.scan_layers else repetitions
+    unroll = repetitions if spec.scan_layers is False else 1
     carry, _ = jax.lax.scan(run_pattern, carry, scanned, unroll=unroll)
     return carry
 
@@ -117,7 +117,7 @@ def _scan_equal(spec, run_layer, carry, layer, params, arrays, count):
     def run(carry, inputs):
         return run_layer(carry, *inputs, layer.number), None
 
-    unroll = 1 if spec.scan_layers else count
+    unroll = count if spec.scan_layers is False else 1
     carry, _ = jax.lax.scan(run, carry, (params, arrays), unroll=unroll)
     return carry
 

@@ -271,6 +271,12 @@ def rank_positions(C: int, T: int) -> np.ndarray:
     return np.concatenate([early, late[::-1]], axis=1)
 
 
+def device_kind() -> str:
+    """Returns what the devices in use are, such as "TPU v5e"; "" outside `use`."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return getattr(device, "device_kind", "")
+
+
 def context_size() -> int:
     """Returns C, over how many devices a sequence is split; 1 outside `use`."""
     return _size(jax.sharding.get_abstract_mesh(), ["context"])

@@ -20,7 +20,7 @@ from prope.errors import UsageError, log
 from prope.kernels.choice import matmul_precision
 from prope.loss import weighted_loss
 from prope.optimizer import make_optimizer, skip_nonfinite
-from prope.sharding import hash_batch
+from prope.sharding import device_kind, hash_batch
 from prope.spec.kinds import FULL, SLIDING
 from prope.spec.layers import Layer
 from prope.spec.run import Spec
@@ -58,16 +58,18 @@ def _choose_attention(spec: Spec, layer: Layer, device) -> tuple[str, str]:
             layer.head_dim,
             spec.model.dtype,
             segmented=spec.data.mask_documents,
-            heads_divide=_context_divides_heads(spec, layer),
+            fits_context=_fits_context(spec, layer),
             capped=spec.model.attention_softcap is not None,
         )
     except ValueError as error:
         raise UsageError(f"config.model.{str(error).replace('attention', field, 1)}") from None
 
 
-def _context_divides_heads(spec: Spec, layer: Layer) -> bool:
-    """Returns whether a device's heads, and its key/value heads unless it has one, can be split."""
+def _fits_context(spec: Spec, layer: Layer) -> bool:
+    """Returns whether cuDNN can share a sequence: it exchanges heads, and not with documents."""
     C = spec.mesh.context
+    if C > 1 and spec.data.mask_documents:
+        return False
     heads = spec.model.num_heads // spec.mesh.tensor
     kv_heads = layer.num_kv_heads // spec.mesh.tensor
     return heads % C == 0 and (kv_heads <= 1 or kv_heads % C == 0)
@@ -81,6 +83,18 @@ def init_state(
     return params, optimizer.init(params)
 
 
+def resolve_scan(spec: Spec, devices: Sequence) -> Spec:
+    """Returns the spec with model.scan_layers resolved: a step on one GPU is unrolled.
+
+    By the text compiled for an H100, one of Gemma 2B takes 252 ms instead of 289 then, and 3 times
+    as long to compile. For 8 of them XLA of JAX 0.11.2 crashes.
+    """
+    if spec.model.scan_layers is not None:
+        return spec
+    on_one_gpu = len(devices) == 1 and devices[0].platform in ("gpu", "cuda")
+    return spec.replace({"model.scan_layers": not on_one_gpu})
+
+
 class Prepared(NamedTuple):
     """What a training step is made from, for certain devices."""
 
@@ -92,7 +106,7 @@ class Prepared(NamedTuple):
 
 def prepare(spec: Spec, devices: Sequence) -> Prepared:
     """Resolves a spec for devices, which may be on no machine."""
-    spec = resolve_attention(spec, devices[0])
+    spec = resolve_scan(resolve_attention(spec, devices[0]), devices)
     mesh = sharding.make_mesh(spec.mesh.data, spec.mesh.tensor, devices, spec.mesh.context)
     optimizer = make_optimizer(spec)
     shapes = jax.eval_shape(functools.partial(init_state, spec, optimizer))
@@ -135,19 +149,19 @@ def make_train_step(spec: Spec, optimizer: optax.GradientTransformation):
         # Microbatch i has rows i, i + accumulation, ..: each device holds rows of every microbatch.
         rows = len(batch["tokens"])
         microbatch_rows = rows // spec.accumulation if spec.accumulation > 1 else None
-        loss_and_gradient = jax.value_and_grad(functools.partial(_summed_loss, spec, tables))
-        accumulated = optax.microbatch(loss_and_gradient, 1, microbatch_rows)
-        sums = accumulated(params, batch)
+        accumulated = optax.microbatch(_loss_and_gradient(spec, tables), 1, microbatch_rows)
+        sums = accumulated(_cast_once(spec, params), batch)
         # The mean is over the whole batch, because microbatches may differ in weight.
         num_tokens = jnp.maximum(batch["weights"].sum(), 1)
         loss, gradient = jax.tree.map(lambda total: total / num_tokens, sums)
-        metrics = {
-            "loss": loss,
-            "grad_norm": optax.tree.norm(gradient),
-            "batch_hash": hash_batch(batch),
-        }
-        updates, new_opt_state = optimizer.update(gradient, opt_state, params)
-        state = (optax.apply_updates(params, updates), new_opt_state)
+        with jax.named_scope("optimizer"):
+            metrics = {
+                "loss": loss,
+                "grad_norm": optax.tree.norm(gradient),
+                "batch_hash": hash_batch(batch),
+            }
+            updates, new_opt_state = optimizer.update(gradient, opt_state, params)
+            state = (optax.apply_updates(params, updates), new_opt_state)
         if spec.on_nonfinite == "skip":
             finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
             state = skip_nonfinite(finite, state, (params, opt_state))
@@ -156,11 +170,38 @@ def make_train_step(spec: Spec, optimizer: optax.GradientTransformation):
     return step
 
 
+def _loss_and_gradient(spec: Spec, tables):
+    """Returns the function of (params, batch) that is summed over microbatches, in float32."""
+    differentiate = jax.value_and_grad(functools.partial(_summed_loss, spec, tables))
+
+    def loss_and_gradient(params, batch):
+        return jax.tree.map(lambda x: x.astype(jnp.float32), differentiate(params, batch))
+
+    return loss_and_gradient
+
+
+def _cast_once(spec: Spec, params: model.Params) -> model.Params:
+    """Casts the matrices of the layers for all microbatches, on GPUs.
+
+    There a matrix would be cast for every microbatch, forward and backward. Its gradient is rounded
+    to the matmuls' dtype either way.
+    """
+    if not device_kind().startswith("NVIDIA"):
+        return params
+
+    def cast(x):
+        return x.astype(spec.model.dtype) if x.ndim > 2 else x  # norms stay float32
+
+    return params | {"layers": jax.tree.map(cast, params["layers"])}
+
+
 def _summed_loss(spec, tables, params, batch):
     """Sums the losses of a batch's tokens."""
     hidden = batch_hidden(spec, params, batch, tables)
     cap = spec.model.final_softcap
-    return weighted_loss(hidden, model.head(params), batch["targets"], batch["weights"], cap)
+    tokens = (batch["targets"], batch["weights"])
+    with jax.named_scope("loss"):
+        return weighted_loss(hidden, model.head(params), *tokens, cap, spec.loss_dtype)
 
 
 def trace_step(
@@ -202,11 +243,18 @@ def compiler_options(spec: Spec, mesh: jax.sharding.Mesh) -> dict[str, bool]:
 
 
 def compile_step(
-    spec: Spec, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh, state
+    spec: Spec,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    state,
+    options: dict | None = None,
 ) -> jax.stages.Compiled:
-    """Traces, lowers and compiles the training step; arguments as `trace_step`."""
+    """Traces, lowers and compiles the training step, with `compiler_options` if none are given.
+
+    Other arguments are as for `trace_step`.
+    """
     start = time.perf_counter()
     lowered = trace_step(spec, optimizer, mesh, state).lower()
-    compiled = lowered.compile(compiler_options=compiler_options(spec, mesh))
+    compiled = lowered.compile(compiler_options=options or compiler_options(spec, mesh))
     log.info("compiled in %.1f s", time.perf_counter() - start)
     return compiled

@@ -45,7 +45,7 @@ from etils import epath
 
 from prope import parameters, sharding
 from prope.config import resolve
-from prope.cost.flops import model_flops_per_token, peak_flops
+from prope.cost.flops import find_chip, model_flops_per_token
 from prope.data.mixture import open_windows
 from prope.data.windows import Windows, prefetch, train_batch
 from prope.encodings import turning_share
@@ -144,8 +144,8 @@ def train(
                 write_config(path, spec)
         stop = max(start, min(spec.num_steps, stop_at_step or spec.num_steps))
         flops = model_flops_per_token(spec.model, spec.data.seq_len)
-        peak = peak_flops(jax.devices()[0].device_kind)
-        writer = MetricWriter(spec, path, start, stop, flops, peak, lease)
+        chip = find_chip(jax.devices()[0].device_kind)
+        writer = MetricWriter(spec, path, start, stop, flops, chip and chip.flops, lease)
         opened.enter_context(writer)
         profiler = opened.enter_context(Profiler(spec.profile, path, writer.pause))
         if start == 0:

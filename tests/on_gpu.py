@@ -2,10 +2,12 @@
 
     python tests/on_gpu.py [TOKENS]
 
-Rotation and attention (TOKENS long, 1024 by default) are compared with float64, the decoder's loss
-and gradients with the same program on this machine's CPU. Each line has an error relative to the
-largest expected value, and its bound; the exit code is 1 if one is above its bound. It runs on a
-CPU too, without cuDNN. JAX_PLATFORMS, where it is set, must have the CPU, too: cuda,cpu.
+Rotation and attention (TOKENS long, 1024 by default), also within documents, are compared with
+float64, the decoder's loss and gradients with the same program on this machine's CPU, and a prompt
+and what follows with all read at once. Each line has an error relative to the largest expected
+value, and its bound; the exit code is 1 if one is above its bound. It runs on a CPU too, without
+cuDNN, and says what it leaves out. JAX_PLATFORMS, where it is set, must have the CPU, too:
+cuda,cpu.
 """
 
 import functools
@@ -18,15 +20,16 @@ import numpy as np
 import oracles
 from support import models
 
+from prope.inference.generation import fill_cache
 from prope.kernels.choice import choose_implementation, matmul_precision
 from prope.kernels.mask import Mask
 from prope.loss import token_losses
-from prope.model import head, hidden_states
+from prope.model import decode, head, hidden_states, logits
 from prope.rope import apply_p_rope
 
 FLOAT32 = 5e-6  # several sums in other orders
 BFLOAT16 = 2e-2  # several roundings to 8 bits, each of up to 4e-3
-SHAPES = ((4, 1, 256), (6, 2, 64), (4, 4, 128))  # N, K, H
+SHAPES = ((8, 1, 256), (6, 1, 128), (9, 3, 64))  # N, K, H
 Errors = Iterator[tuple[str, float, float]]  # what was computed, its error, the bound
 
 
@@ -52,8 +55,10 @@ def rotation_errors(T: int) -> Errors:
             yield f"rotation {dtype} p={p}", error, bound
 
 
-def attention_errors(implementation: str, dtype: str, shape: tuple, T: int) -> Errors:
-    """Yields those of attention and its gradients, with all keys and with a window."""
+def attention_errors(
+    implementation: str, dtype: str, shape: tuple, T: int, windows=(None, 100), segment_ids=None
+) -> Errors:
+    """Yields those of attention and its gradients; window None: with all keys."""
     bound = FLOAT32 if dtype == "float32" else BFLOAT16
     N, K, H = shape
     query, key, value = models.draw_attention(T, T, N, K, H, dtype=dtype)
@@ -61,14 +66,15 @@ def attention_errors(implementation: str, dtype: str, shape: tuple, T: int) -> E
     rng = np.random.default_rng(1)
     cotangent = jnp.asarray(rng.standard_normal(query.shape), dtype)
     arrays = (query, key, value)
-    for window in (None, 100):
-        seen = oracles.causal_mask(T, window=window)
+    for window in windows:
+        seen = oracles.causal_mask(T, segment_ids, window)
         expected = oracles.attention(*arrays, seen, cotangent)
         with matmul_precision(dtype):
             ours = models.attention_with_gradients(
-                *arrays, cotangent, Mask(window=window), implementation=implementation
+                *arrays, cotangent, Mask(segment_ids, window), implementation=implementation
             )
-        name = f"{implementation} {dtype} N={N} K={K} H={H} window={window}"
+        documents = "" if segment_ids is None else " in documents"
+        name = f"{implementation} {dtype} N={N} K={K} H={H} window={window}{documents}"
         for index, part in enumerate(("output", "dq", "dk", "dv")):
             error = relative_error(ours[index], expected[index])
             yield f"{name} {part}", error, bound
@@ -102,20 +108,62 @@ def decoder_errors() -> Errors:
     yield "decoder gradients", worst, 1e-4
 
 
+def prompt_errors(dtype: str) -> Errors:
+    """Yields those of the logits of prompts and of what follows, beside all tokens at once."""
+    spec = models.small(
+        num_layers=2,
+        embed_dim=64,
+        head_dim=64,
+        layer_types=("sliding_attention", "full_attention"),
+        sliding_window=50,
+        dtype=dtype,
+        attention="auto",
+    )
+    more = 4
+    longest = 700
+    params, tokens, positions = models.draw_model(spec, B=2, T=longest + more)
+    lengths = jnp.array([longest, 300], jnp.int32)
+    places = lengths[:, None] + jnp.arange(-1, more)[None]
+    following = jnp.take_along_axis(tokens, places[:, 1:], axis=1)
+
+    @jax.jit
+    def by_cache(params, tokens):
+        last, cache = fill_cache(spec, params, tokens, lengths, more, at_once=more)
+        rest, _ = decode(spec, params, following, cache, lengths)
+        return logits(spec, params, jnp.concatenate([last, rest], axis=1))
+
+    @jax.jit
+    def at_once(params, tokens):
+        hidden = hidden_states(spec, params, tokens, positions)
+        return logits(spec, params, jnp.take_along_axis(hidden, places[..., None], axis=1))
+
+    with matmul_precision(dtype):
+        error = relative_error(by_cache(params, tokens[:, :longest]), at_once(params, tokens))
+    yield f"prompts {dtype}", error, 1e-4 if dtype == "float32" else 2 * BFLOAT16
+
+
 def all_errors(T: int) -> Errors:
     """What the device can compute, the quickest to compile first."""
     device = jax.devices()[0]
     print(device.device_kind, flush=True)
     yield from rotation_errors(131_072)
-    for shape in SHAPES:
-        kernel, reason = choose_implementation(
-            "auto", device, T, shape[-1], "bfloat16", segmented=False
-        )
-        print(f"attention with H={shape[-1]}: {kernel} ({reason})", flush=True)
-        if kernel != "xla":
-            yield from attention_errors(kernel, "bfloat16", shape, T)
+    packed = models.draw_segments(2, T)
+    many = jnp.broadcast_to(1 + jnp.arange(T) // 8, (2, T))  # more than cuDNN takes
+    cases = [("all tokens", None, shape, (None, 100)) for shape in SHAPES]
+    cases += [("documents", packed, shape, (100,)) for shape in SHAPES]
+    cases += [("documents", packed, SHAPES[0], (None,)), ("many", many, SHAPES[2], (100,))]
+    for name, segment_ids, shape, windows in cases:
+        workload = (device, T, shape[-1], "bfloat16", segment_ids is not None)
+        try:
+            choose_implementation("cudnn", *workload)
+        except ValueError as error:
+            print(f"{name} with H={shape[-1]}, left out: {error}", flush=True)
+            continue
+        yield from attention_errors("cudnn", "bfloat16", shape, T, windows, segment_ids)
+    yield from prompt_errors("bfloat16")
     for dtype in ("bfloat16", "float32"):
-        yield from attention_errors("xla", dtype, SHAPES[1], T)
+        yield from attention_errors("xla", dtype, (6, 2, 64), T)
+    yield from prompt_errors("float32")
     yield from decoder_errors()
 
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from prope import parameters, sharding
-from prope.cost import flops
+from prope.cost import flops, hlo
+from prope.cost.timeline import profile
 from prope.errors import log
 from prope.rope import apply_p_rope
 from prope.runtime import xla_flags
@@ -23,8 +24,8 @@ from prope.step import Prepared, compile_step, compiler_options, init_state, pre
 Shape = tuple[int, int, int, int]
 
 
-def medians(programs: dict, rounds: int, *arguments) -> dict:
-    """Times programs alternately; returns each one's median seconds.
+def medians(programs: dict, rounds: int, *arguments, calls: int = 1) -> dict:
+    """Times programs alternately, `calls` of each together; returns the median seconds of one.
 
     The first two rounds do not count.
     """
@@ -32,8 +33,10 @@ def medians(programs: dict, rounds: int, *arguments) -> dict:
     for _ in range(rounds + 2):
         for name, program in programs.items():
             start = time.perf_counter()
-            jax.block_until_ready(program(*arguments))
-            seconds[name].append(time.perf_counter() - start)
+            for _ in range(calls):
+                result = program(*arguments)
+            jax.block_until_ready(result)
+            seconds[name].append((time.perf_counter() - start) / calls)
     return {name: statistics.median(times[2:]) for name, times in seconds.items()}
 
 
@@ -72,7 +75,9 @@ def bench_rope(shape: Shape, dtype: str, p: float) -> dict:
         rotate = functools.partial(function, positions=positions, head_dim=H, rope_percentage=p)
         for kind, program in _rotation_programs(rotate, cotangent).items():
             programs[name, kind] = program
-    seconds = medians(programs, 15, inputs)
+    # A device goes on while the next call is made, so that dispatch does not count. A CPU waits.
+    calls = 1 if jax.default_backend() == "cpu" else 20
+    seconds = medians(programs, 15, inputs, calls=calls)
     copy = seconds.pop("copy")
     result = {
         "device": jax.devices()[0].device_kind,
@@ -103,17 +108,26 @@ def _rotation_programs(rotate: Callable, cotangent: jax.Array) -> dict[str, Call
     }
 
 
-def bench_step(spec: Spec, steps: int) -> dict:
-    """Times warm steps of training on all devices, alternating with a plain matmul on one."""
+def bench_step(spec: Spec, steps: int, with_profile: bool = False) -> dict:
+    """Times warm steps of training on all devices, alternating with a plain matmul on one.
+
+    Then, `with_profile`, it traces steps: on a GPU without CUDA graphs, which hide kernels.
+    """
     check_count()
     devices = jax.devices()
     first = devices[0]
     sharding.check_devices(spec, devices)
     prepared = prepare(spec, devices)
     spec, mesh, optimizer, shapes = prepared
+    options = compiler_options(spec, mesh)
+    if with_profile:
+        # A program from the cache might have the source paths of an earlier version.
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+        if first.platform == "gpu":
+            options["xla_gpu_enable_command_buffer"] = ""
     start = time.perf_counter()
     with compiling():
-        step = compile_step(spec, optimizer, mesh, shapes)
+        step = compile_step(spec, optimizer, mesh, shapes, options)
     compile_seconds = time.perf_counter() - start
     # A CPU's clock is too coarse for one matmul: together the repeats take about a second.
     size, repeats = (2048, 8) if first.platform == "cpu" else (8192, 64)
@@ -128,11 +142,11 @@ def bench_step(spec: Spec, steps: int) -> dict:
     matmul_rate = repeats * 2 * size**3 / seconds["matmul"]
     rate_of_device = model_rate / len(devices)
     share = rate_of_device / matmul_rate
-    peak_rate = flops.peak_flops(first.device_kind)
+    chip = flops.find_chip(first.device_kind)
     memory = step.memory_analysis()
     speed = f"{seconds['step']:.3f} s a step, {tokens_per_second:,.0f} tokens/s"
     log.info("%s; %.0f %% of the matmul rate", speed, 100 * share)
-    return {
+    result = {
         "device": first.device_kind,
         "devices": len(devices),
         **described,
@@ -141,13 +155,16 @@ def bench_step(spec: Spec, steps: int) -> dict:
         "model_flops_per_second": model_rate,
         "matmul_flops_per_second": matmul_rate,
         "matmul_fraction": share,
-        "mfu": peak_rate and rate_of_device / peak_rate,
+        "mfu": chip and rate_of_device / chip.flops,
         "peak_bytes": peak_bytes(jax.local_devices()[0], memory),
         "temporary_bytes": memory.temp_size_in_bytes,
         "compile_seconds": compile_seconds,
         "xla_flags": xla_flags.in_force(),
-        "compiler_options": compiler_options(spec, mesh),
+        "compiler_options": options,
     }
+    if with_profile:
+        result["profile"] = profile(programs["step"], hlo.parse(step.as_text()), chip)
+    return result
 
 
 def _repeat_step(step: jax.stages.Compiled, prepared: Prepared) -> Callable[[], dict]:

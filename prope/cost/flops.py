@@ -5,10 +5,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import numpy as np
-
 from prope import parameters
-from prope.sharding import rank_positions
 from prope.spec.model import ModelSpec
 
 
@@ -27,10 +24,9 @@ _TABLE = tomllib.loads(pathlib.Path(__file__).with_name("chips.toml").read_text(
 CHIPS = {name: Chip(**fields) for name, fields in _TABLE.items()}
 
 
-def peak_flops(device_kind: str) -> float | None:
-    """Returns the bf16 FLOP/s of a `jax.Device.device_kind`; None for one not in the table."""
-    peaks = {kind: chip.flops for chip in CHIPS.values() for kind in chip.device_kinds}
-    return peaks.get(device_kind)
+def find_chip(device_kind: str) -> Chip | None:
+    """Returns the chip of a `jax.Device.device_kind`; None for one not in the table."""
+    return next((chip for chip in CHIPS.values() if device_kind in chip.device_kinds), None)
 
 
 def roofline_seconds(
@@ -71,15 +67,3 @@ def model_flops_per_token(model: ModelSpec, seq_len: int) -> float:
         twice_the_keys = 2 * W - W**2 / seq_len
         attention += 6.0 * model.num_heads * layer.head_dim * twice_the_keys
     return 6.0 * parameters.count(model, matrices_only=True) + attention
-
-
-def busiest_part(model: ModelSpec, seq_len: int, C: int) -> float:
-    """Computes how many of the mean's FLOPs the busiest of C devices has that split a sequence."""
-    positions = rank_positions(C, seq_len)
-    lanes_of_keys = np.zeros(C)
-    for layer in model.layers:
-        keys = np.minimum(positions + 1, layer.window or seq_len).sum(axis=1)
-        lanes_of_keys += layer.head_dim * keys
-    mean = model_flops_per_token(model, seq_len) * seq_len / C
-    excess = 12.0 * model.num_heads * (lanes_of_keys.max() - lanes_of_keys.mean())
-    return float(1 + excess / mean)

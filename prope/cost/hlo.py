@@ -1,14 +1,12 @@
-"""Parses the text of a compiled module, `compiled.as_text()`, and sums over what it runs.
+"""Parses the text of a compiled module, `compiled.as_text()`, and lists what it runs.
 
 A loop counts as often as it runs; a loop of unknown length is an error. No device is touched.
 """
 
 import dataclasses
-import functools
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 _HEADER = r"(ENTRY )?%?([\w.\-]+) \(.*\{$"
@@ -20,6 +18,7 @@ class Array(NamedTuple):
     """An array that an instruction results in."""
 
     dtype: str
+    shape: tuple[int, ...]
     bytes: int
     in_hbm: bool  # else in VMEM, a flag, a scalar or on the host
 
@@ -38,13 +37,18 @@ class Instruction:
     users: list[tuple["Instruction", int]] = dataclasses.field(default_factory=list)
 
     def attribute(self, key: str) -> str | None:
-        """Returns the value of key=value, or of key=%value."""
-        match = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
-        return match and match[1]
+        """Returns the value of key=value, of key=%value or, without quotes, of key="value"."""
+        match = re.search(rf'\b{key}=(?:"([^"]*)|%?([\w.\-]+))', self.attributes)
+        return match and (match[1] or match[2])
+
+    @property
+    def path(self) -> str:
+        """The path in the source, op_name: of scopes, Flax's modules, einsums and primitives."""
+        return self.attribute("op_name") or ""
 
     def called(self, key: str) -> "Computation":
-        """Returns the computation that an attribute names."""
-        return self.computations[self.attribute(key)]
+        """Returns the computation that an attribute names, of the done of a start the start's."""
+        return self.computations[self.start.attribute(key)]
 
     @property
     def bytes(self) -> int:
@@ -81,7 +85,8 @@ class Computation:
 def parse(text: str) -> Computation:
     """Parses a module; returns the computation that runs, from which all others are reached."""
     computations = {}
-    for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
+    # A Pallas kernel's metadata is on lines of its own.
+    for line in re.sub(r'/\*.*?\*/|\n(?="|}})', "", text).splitlines():
         header = re.match(_HEADER, line)
         instruction = re.match(_INSTRUCTION, line)
         if header:
@@ -111,28 +116,28 @@ def _parse_arrays(types: str) -> list[Array]:
     """Parses the arrays of a type such as (bf16[8,128]{1,0:T(8,128)S(1)}, u32[])."""
     arrays = []
     for dtype, sizes, space in re.findall(_ARRAY, types):
-        dims = [int(size.lstrip("<=")) for size in sizes.split(",") if size]
+        shape = tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size)
         bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
-        size = math.ceil(math.prod(dims) * bits / 8)
-        arrays.append(Array(dtype, size, in_hbm=not int(space or 0)))
+        size = math.ceil(math.prod(shape) * bits / 8)
+        arrays.append(Array(dtype, shape, size, in_hbm=not int(space or 0)))
     return arrays
 
 
-def sum_over_runs(computation: Computation, count: Callable[[Computation], Counter]) -> Counter:
-    """Sums `count` over a computation and all that it runs; of branches, takes the largest."""
-    total = Counter(count(computation))
+def runs(computation: Computation, times: int = 1) -> Iterator[tuple[Instruction, int]]:
+    """Yields every instruction that runs and how often, once for every place that runs it.
+
+    Of branches it is the one whose results are the largest.
+    """
     for x in computation.instructions.values():
+        yield x, times
         if x.opcode == "while":
-            trips = _count_trips(x)
-            once = sum_over_runs(x.called("body"), count)
-            total.update({key: trips * value for key, value in once.items()})
+            yield from runs(x.called("body"), times * _count_trips(x))
         elif x.opcode in ("call", "async-start"):
             key = "calls" if x.attribute("calls") else "to_apply"
-            total.update(sum_over_runs(x.called(key), count))
+            yield from runs(x.called(key), times)
         elif x.opcode == "conditional":
-            branches = [sum_over_runs(branch, count) for branch in _branches(x)]
-            total.update(functools.reduce(Counter.__or__, branches))
-    return total
+            branches = [list(runs(branch, times)) for branch in _branches(x)]
+            yield from max(branches, key=lambda branch: sum(n * y.bytes for y, n in branch))
 
 
 def _branches(conditional: Instruction) -> list[Computation]:

@@ -11,6 +11,7 @@ import jax
 from prope import sharding
 from prope.cost import flops, hlo, traffic
 from prope.cost.bench import describe
+from prope.cost.classes import count_classes
 from prope.cost.traced import count_flops
 from prope.errors import log, vmem_error
 from prope.runtime import xla_flags
@@ -24,6 +25,7 @@ _COMPILED = (
     "bytes_per_chip",
     "collectives",
     "kernels",
+    "classes",
     "ideal_step_seconds",
     "ideal_tokens_per_second",
     "ideal_mfu",
@@ -53,7 +55,6 @@ def plan(spec: Spec, topology: str, devices: list, flags: dict) -> dict:
         **describe(spec, mesh),
         "sequences_per_chip": spec.batch_size / len(devices),
         "hardware_flops_per_token": step_flops / tokens,
-        "busiest_part": flops.busiest_part(spec.model, spec.data.seq_len, spec.mesh.context),
         "hbm_bytes_per_chip": int(chip.hbm_bytes * usable_memory),
     }
     # Tuning a GPU's kernels would need the GPU.
@@ -77,6 +78,7 @@ def plan(spec: Spec, topology: str, devices: list, flags: dict) -> dict:
         result["collectives"] = traffic.collectives(module, chips_per_node)
         result["kernels"] = traffic.kernels(module)
         result["hbm_traffic_bytes"] = traffic.hbm_bytes(module)
+        result["classes"] = count_classes(module, chip)
         result |= _ideal_speed(result, step_flops, chip)
     return result | {"compile_seconds": seconds}
 

@@ -16,6 +16,7 @@ _CALLS = (
     "checkpoint",
     "remat2",
     "closed_call",
+    "eval_jaxpr",
     "custom_jvp_call",
     "custom_vjp_call",
     "shard_map",

@@ -4,14 +4,13 @@ They are what one chip does in one step. Functions take a module from `prope.cos
 raise ValueError, which names the loop, for one whose length the module does not give.
 """
 
-import functools
 import math
 import re
 from collections import Counter
 
 import numpy as np
 
-from prope.cost.hlo import Computation, Instruction, sum_over_runs
+from prope.cost.hlo import Computation, Instruction, runs
 
 _COLLECTIVES = (
     "all-gather",
@@ -66,25 +65,25 @@ def collectives(
     chips. With `chips_per_node`, of GPUs, nodes are the slices: a collective over several counts
     the bytes that pass the network card of one chip.
     """
-    count = functools.partial(_collectives_in, chips_per_node=chips_per_node)
-    counts = sum_over_runs(module, count)
+    counts = Counter()
+    for x, times in runs(module):
+        found = _collectives_of(x, chips_per_node)
+        counts.update({key: times * number for key, number in found.items()})
     kinds = sorted({kind for kind, _ in counts})
     return {kind: {key: counts[kind, key] for key in ("count", "bytes", "async")} for kind in kinds}
 
 
-def _collectives_in(computation: Computation, chips_per_node: int | None) -> Counter:
+def _collectives_of(x: Instruction, chips_per_node: int | None) -> dict:
+    if x.opcode == "recv":
+        return _received_from_slices(x)
+    if x.kind in _COLLECTIVES:
+        return _count_collective(x, chips_per_node)
     counts = Counter()
-    for x in computation.instructions.values():
-        if x.opcode == "fusion":
-            counts.update(_collectives_in(x.called("calls"), chips_per_node))
-        elif x.opcode == "async-start" and _SYNC not in x.attributes:
-            # What it wraps is counted where it stands.
-            wrapped = _collectives_in(x.called("calls"), chips_per_node)
-            counts.update({(kind, "async"): wrapped[kind, "count"] for kind, _ in wrapped})
-        elif x.opcode == "recv":
-            counts.update(_received_from_slices(x))
-        elif x.kind in _COLLECTIVES:
-            counts.update(_count_collective(x, chips_per_node))
+    if x.opcode == "fusion" or (x.opcode == "async-start" and _SYNC not in x.attributes):
+        for part in x.called("calls").instructions.values():
+            counts.update(_collectives_of(part, chips_per_node))
+    if x.opcode == "async-start":  # what it wraps is counted where it stands
+        return {(kind, "async"): counts[kind, "count"] for kind, _ in counts}
     return counts
 
 
@@ -159,14 +158,11 @@ def _integers(text: str) -> list[int]:
 def kernels(module: Computation) -> dict[str, int]:
     """Counts how often each library or custom kernel runs, {"__cudnn$fmhaSoftmax": 18, ..}."""
 
-    def count(computation):
-        return Counter(
-            re.search(r'custom_call_target="([^"]*)"', x.attributes)[1]
-            for x in computation.instructions.values()
-            if x.opcode == "custom-call" and not _is_free(x)
-        )
-
-    return dict(sorted(sum_over_runs(module, count).items()))
+    counts = Counter()
+    for x, times in runs(module):
+        if x.opcode == "custom-call" and not _is_free(x):
+            counts[x.attribute("custom_call_target")] += times
+    return dict(sorted(counts.items()))
 
 
 def hbm_bytes(module: Computation) -> int:
@@ -176,26 +172,29 @@ def hbm_bytes(module: Computation) -> int:
     slice, updates in place the update, arrays in VMEM nothing. Padding and repeated reads of a
     kernel are not counted.
     """
-    return sum_over_runs(module, _hbm_in)["bytes"]
+    return sum(times * kernel_bytes(x) for x, times in runs(module) if is_kernel(x))
 
 
-def _hbm_in(computation: Computation) -> Counter:
-    total = 0
-    for x in computation.instructions.values():
-        if x.opcode in ("send", "recv"):
-            total += x.arrays[0].bytes
-        elif not (_is_free(x) or x.opcode.endswith(("-start", "-update"))):
-            operands = enumerate(x.start.operands)
-            total += sum(_bytes_read(x, i, operand.hbm_bytes) for i, operand in operands)
-            total += _bytes_written(x)
-    return Counter(bytes=total)
+def is_kernel(x: Instruction) -> bool:
+    """Returns whether an instruction is work of its own; a done stands for its start."""
+    is_begun = x.opcode.endswith(("-start", "-update"))
+    return x.opcode in ("send", "recv") or not (_is_free(x) or is_begun)
+
+
+def kernel_bytes(x: Instruction) -> int:
+    """Counts the bytes of HBM that a kernel reads and writes."""
+    if x.opcode in ("send", "recv"):
+        return x.arrays[0].bytes
+    operands = enumerate(x.start.operands)
+    read = sum(_bytes_read(x, i, operand.hbm_bytes) for i, operand in operands)
+    return read + _bytes_written(x)
 
 
 def _bytes_read(x: Instruction, i: int, size: int) -> int:
     """Counts the bytes that x reads of its operand i, which has `size` bytes in HBM."""
     if x.kind in _SLICES and i == 0:
         return x.bytes if size else 0
-    if x.opcode == "fusion":
+    if x.kind == "fusion":
         inner = x.called("calls").instructions.values()
         views = [p for p in inner if p.opcode == "parameter" and p.inside == str(i)]
     elif x.opcode == "bitcast":
@@ -212,7 +211,7 @@ def _bytes_written(x: Instruction) -> int:
     operands = x.start.operands
     if x.opcode == "tuple":
         return sum(map(_bytes_written, operands))
-    if x.opcode == "fusion":
+    if x.kind == "fusion":
         return _bytes_written(x.called("calls").root)
     if x.opcode == "bitcast" and x.hbm_bytes:
         return _bytes_written(operands[0])
@@ -228,8 +227,8 @@ def _bytes_written(x: Instruction) -> int:
 
 def _is_free(x: Instruction) -> bool:
     """Returns whether an instruction moves no data by itself."""
-    is_free_call = x.opcode == "custom-call" and re.search(_FREE_CALLS, x.attributes)
-    return bool(is_free_call) or x.kind in _FREE
+    _is_free_call = x.opcode == "custom-call" and re.search(_FREE_CALLS, x.attributes)
+    return bool(_is_free_call) or x.kind in _FREE
 
 
 def _is_chained(x: Instruction) -> bool:

@@ -35,6 +35,8 @@ from prope.spec.run import Spec
 from prope.workdir.run import Run, open_run
 
 _CHUNK = 512  # most tokens of a prompt that are read at a time
+# Tokens of all rows that a GPU reads first, at once: by cuDNN, for the cache is empty.
+_FIRST_CHUNK = {"gpu": 2**14}
 
 Prompts = Int[Array, "B T"]
 Rows = Int[Array, " B"]
@@ -95,29 +97,39 @@ def fill_cache(
     """Returns `hidden_states` of each prompt's last token, and a cache of the prompts.
 
     The cache has room for `more` tokens, of which `model.decode` gets `at_once` at most. Equal
-    chunks of the prompts are read one after the other: memory grows with the cache alone.
+    chunks of the prompts, after a first one on GPUs, are read one after the other: memory grows
+    with the cache alone.
     """
     B, T = prompts.shape
-    chunks = -(-T // _CHUNK)
-    size = -(-T // chunks)
+    most = _FIRST_CHUNK.get(jax.devices()[0].platform)
+    first = min(T, max(_CHUNK, most // B)) if most else 0
+    rest = T - first
+    chunks = -(-rest // _CHUNK)
+    size = -(-rest // max(chunks, 1))
     at_once = max(at_once, size)
     # Nothing is written for this padding: it has no slots.
-    prompts = jnp.pad(prompts, ((0, 0), (0, -T % size)))
+    prompts = jnp.pad(prompts, ((0, 0), (0, chunks * size - rest)))
 
-    def read(carry, first):
+    def read(carry, tokens, first_query=None):
         last, cache = carry
-        tokens = jax.lax.dynamic_slice_in_dim(prompts, first, size, axis=1)
-        hidden, cache = model.decode(spec, params, tokens, cache, jnp.full(B, first), lengths)
-        place = (lengths - 1 - first)[:, None, None]
-        is_here = (place >= 0) & (place < size)
+        hidden, cache = model.decode(spec, params, tokens, cache, first_query, lengths)
+        start = 0 if first_query is None else first_query
+        place = (lengths - 1 - start)[:, None, None]
+        is_here = (place >= 0) & (place < tokens.shape[1])
         last_here = jnp.take_along_axis(hidden, place, axis=1, mode="clip")
-        last = jnp.where(is_here, last_here, last)
-        return (last, cache), None
+        return jnp.where(is_here, last_here, last), cache
 
-    last = jnp.zeros((B, 1, spec.embed_dim), spec.dtype)
-    cache = empty_cache(spec, B, T, at_once)
-    firsts = jnp.arange(0, T, size, dtype=jnp.int32)
-    (last, cache), _ = jax.lax.scan(read, (last, cache), firsts)
+    def read_chunk(carry, start):
+        tokens = jax.lax.dynamic_slice_in_dim(prompts, start, size, axis=1)
+        return read(carry, tokens, jnp.full(B, start)), None
+
+    carry = (jnp.zeros((B, 1, spec.embed_dim), spec.dtype), empty_cache(spec, B, T, at_once))
+    if first:
+        carry = read(carry, prompts[:, :first])
+    if chunks:
+        starts = jnp.arange(first, T, size, dtype=jnp.int32)
+        carry, _ = jax.lax.scan(read_chunk, carry, starts)
+    last, cache = carry
 
     def copy(old, new):
         return new.at[:, :, :, : old.shape[3]].set(old)

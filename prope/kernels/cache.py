@@ -61,9 +61,13 @@ def attend_to_cache(
             softmax = add_block(0, softmax)
         else:
             # A position below S is in the slot of its number, where no newer one has replaced it;
-            # the queries see no newer ones.
-            slots_seen = jnp.minimum(positions.max() + 1, S)
-            softmax = jax.lax.fori_loop(0, -(-slots_seen // block), add_block, softmax)
+            # the queries see no newer ones. A GPU would wait for the host to read their number.
+            slots = jax.lax.platform_dependent(
+                jnp.minimum(positions.max() + 1, S),
+                cuda=lambda _: jnp.int32(S),
+                default=lambda seen: seen,
+            )
+            softmax = jax.lax.fori_loop(0, -(-slots // block), add_block, softmax)
         return softmax.output().astype(value.dtype).reshape(B, K, G, -1, H)
 
     starts = range(0, T, _QUERIES_OF_BLOCK)

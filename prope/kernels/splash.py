@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from prope.kernels.mask import Mask
+from prope.sharding import device_kind
 
 
 class Blocks(NamedTuple):
@@ -117,8 +118,7 @@ def splash(query, key, value, mask: Mask, positions, rank, cap: float | None = N
 def _block_sizes(kernel, query, S: int, C: int, window: int | None):
     """Cuts the blocks of a chip to powers of two that divide the rows of a rank."""
     T, H = query.shape[3:]
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    blocks = choose_blocks(getattr(device, "device_kind", ""), H)
+    blocks = choose_blocks(device_kind(), H)
     # Larger blocks than the window would skip few of the keys that it hides.
     largest = S if window is None else 1 << max(9, (window - 1).bit_length())
     chunk = T if C == 1 else T // 2

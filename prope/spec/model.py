@@ -190,8 +190,10 @@ class ModelSpec:
     global_attention: str | None = changeable(
         None, "attention of layers without a window, if it is another", one_of(*ATTENTION)
     )
-    scan_layers: bool = changeable(
-        True, "compile one layer and loop, or unroll all; parameters and result are the same"
+    scan_layers: bool | None = changeable(
+        None,
+        "compile one layer and loop, or unroll all; parameters and result are the same. None: "
+        "unroll a training step on one GPU",
     )
     remat: str = changeable(
         "none",

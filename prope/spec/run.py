@@ -138,6 +138,12 @@ class Spec:
     accumulation: int = changeable(
         1, "microbatches per batch, computed one after the other to save memory", AT_LEAST_1
     )
+    loss_dtype: str = setting(
+        "float32",
+        "float32 | bfloat16: what logits are rounded to before the loss of training, whose softmax "
+        "and sums are always float32",
+        one_of(*DTYPES),
+    )
     num_steps: int = setting(1000, "optimizer steps of the whole run", AT_LEAST_1)
     on_nonfinite: str = changeable(
         "stop",

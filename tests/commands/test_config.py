@@ -34,7 +34,7 @@ from prope.spec.data import EMBEDDED, DataSpec, override_dataset
 from prope.spec.model import REMAT
 from prope.spec.run import FIELDS as ALL_FIELDS
 from prope.spec.run import Spec, differences
-from prope.step import init_state, resolve_attention
+from prope.step import init_state, resolve_attention, resolve_scan
 
 FILES = sorted(set((ROOT / "configs").glob("*.py")) - {ROOT / "configs/families.py"})
 # The tiny runs of these are like those of other pages, which are trained.
@@ -382,6 +382,23 @@ def test_attention_that_masks_documents_is_chosen_for_the_device(platform, expec
     fields = {"model.dtype": "bfloat16", "model.head_dim": 128, "data.mask_documents": True}
     device = SimpleNamespace(platform=platform, compute_capability="9.0")
     assert resolve_attention(Spec().replace(fields), device).model.attention == expected
+
+
+@pytest.mark.parametrize(
+    ("platforms", "asked", "scanned"),
+    [
+        (["cuda"], None, False),
+        (["cuda", "cuda"], None, True),
+        (["tpu"], None, True),
+        (["cpu"], None, True),
+        (["cuda"], True, True),
+        (["cpu"], False, False),
+    ],
+)
+def test_a_step_on_one_gpu_is_unrolled(platforms, asked, scanned):
+    devices = [SimpleNamespace(platform=platform) for platform in platforms]
+    spec = Spec().replace({"model.scan_layers": asked})
+    assert resolve_scan(spec, devices).model.scan_layers is scanned
 
 
 # Fields with which a run is resumed that was begun with others: how it is executed.

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+from jax.sharding import SingleDeviceSharding
 from oracles import decoder
 from support.bounds import assert_equal_but_rounding, measure_rounding
+from support.commands import needs_cuda
 from support.compiled import array_shapes
 from support.models import (
     ALL_SWITCHES,
@@ -26,6 +28,7 @@ from support.models import (
 from support.runs import make_run
 
 from prope import model
+from prope.cost.topology import as_if_attached, find_devices
 from prope.data.tokenizer import GEMMA_IDS
 from prope.errors import UsageError
 from prope.inference import generation
@@ -101,6 +104,12 @@ for fields in (
 ):
     VARIANTS.append(pytest.param(fields, marks=pytest.mark.slow))
 
+WINDOWS = {
+    "num_layers": 2,
+    "layer_types": ("sliding_attention", "full_attention"),
+    "sliding_window": 6,
+}
+
 
 # --- With the cache as without ----------------------------------------------------------------
 
@@ -142,9 +151,12 @@ def test_logits_equal_those_of_the_full_forward(fields):
         assert_equal_but_rounding(logits, expected[b], movement[b])
 
 
-@pytest.mark.parametrize(("most", "fields"), [(1, VARIANTS[0]), (4, VARIANTS[1]), (6, VARIANTS[0])])
-def test_prompts_read_in_chunks_give_what_one_pass_gives(monkeypatch, most, fields):
-    """Chunks of 1, 4 and 5 tokens; rows that end within one, with one, and in the first.
+@pytest.mark.parametrize(
+    ("first", "most", "fields"), [(0, 1, VARIANTS[0]), (0, 4, VARIANTS[1]), (7 * 5, 2, VARIANTS[1])]
+)
+def test_prompts_read_in_chunks_give_what_one_pass_gives(monkeypatch, first, most, fields):
+    """Chunks of 1 and 4 tokens, or one of 7 and two of 2; rows that end within one, with one, and
+    in the first.
 
     A prompt of 10 tokens is longer than the window of the layers that have one, 6. What follows is
     given at once, more than a chunk, and finds in the cache what it sees.
@@ -160,6 +172,7 @@ def test_prompts_read_in_chunks_give_what_one_pass_gives(monkeypatch, most, fiel
         return full_forward(spec, params, rows)[np.arange(5)[:, None], places]
 
     monkeypatch.setattr(generation, "_CHUNK", most)
+    monkeypatch.setattr(generation, "_FIRST_CHUNK", {"cpu": first})
     fill = functools.partial(generation.fill_cache, spec, more=7, at_once=7)
     last, cache = jax.jit(fill)(params, prompts, lengths)
     hidden, _ = jax.jit(functools.partial(model.decode, spec))(params, more, cache, lengths)
@@ -177,11 +190,12 @@ def test_a_cache_keeps_of_a_window_what_a_chunk_sees_and_nothing_of_layers_that_
     }
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@pytest.mark.parametrize(("temperature", "first"), [(0.0, 0), (1.5, 99)])
 @pytest.mark.parametrize("fields", VARIANTS[:2], ids=str)
-def test_tokens_equal_those_of_the_full_forward(fields, temperature, monkeypatch):
-    """Prompts are read three tokens at a time, and some are longer than the window's slots."""
+def test_tokens_equal_those_of_the_full_forward(fields, temperature, first, monkeypatch):
+    """Prompts are read three tokens at a time, or at once; some are longer than the window."""
     monkeypatch.setattr(generation, "_CHUNK", 4)
+    monkeypatch.setattr(generation, "_FIRST_CHUNK", {"cpu": first})
     spec = small(**fields)
     params = lively(spec)
     sampling = Sampling(12, temperature, eos=NEVER)
@@ -264,6 +278,30 @@ def test_memory_of_a_prompt_grows_with_the_cache_alone_and_no_token_copies_it_or
     assert len(fusions) > 20
     shapes = [dims for _, dims in array_shapes("\n".join(fusions)) if max(dims, default=0) < 8192]
     assert 0 < max(map(math.prod, shapes)) < spec.embed_dim * spec.hidden_dim
+
+
+@pytest.mark.slow
+@needs_cuda
+def test_a_gpu_reads_prompts_by_cudnn_and_in_loops_of_known_length(monkeypatch):
+    """A first chunk and three more, compiled for a GPU that is not here."""
+    devices = find_devices("h100:1", 1)
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    monkeypatch.setattr(generation, "_FIRST_CHUNK", {"gpu": 512})
+    spec = small(head_dim=64, dtype="bfloat16", attention="auto")
+    shape = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(devices[0]))
+    params, keys = jax.tree.map(
+        lambda x: shape(x.shape, x.dtype),
+        jax.eval_shape(lambda: (model.init(spec, jax.random.key(0)), generation.row_keys(0, 1))),
+    )
+    prompts = shape((1, 2048), jnp.int32)
+    lengths = shape((1,), jnp.int32)
+    with as_if_attached(devices):
+        traced = generation.prefill.trace(spec, Sampling(9), params, prompts, lengths, keys)
+        text = traced.lower().compile().as_text()
+    loops = re.findall("^.* while\\(.*$", text, re.MULTILINE)
+    assert len(loops) >= 3, "layers, chunks and the keys of a chunk"
+    assert all("known_trip_count" in loop for loop in loops)
+    assert text.count('"__cudnn$fmhaSoftmax"') == 1
 
 
 # --- How a token is drawn ---------------------------------------------------------------------

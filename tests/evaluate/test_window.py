@@ -48,16 +48,17 @@ REMOVED = {"rope_scaling_type": "remove", "scaled_pairs": ("0-5@full", "2-3@slid
 
 
 @pytest.mark.parametrize(
-    ("fields", "changed"),
+    ("fields", "changed", "first"),
     [
-        ({}, SINKS),
-        pytest.param(ALL_SWITCHES, SINKS, marks=pytest.mark.slow),
-        pytest.param(E4, REMOVED, marks=pytest.mark.slow),  # whose last layers share keys
+        ({}, SINKS, 0),
+        pytest.param(ALL_SWITCHES, SINKS, 300, marks=pytest.mark.slow),
+        pytest.param(E4, REMOVED, 0, marks=pytest.mark.slow),  # whose last layers share keys
     ],
 )
-def test_a_cache_has_what_is_changed(monkeypatch, fields, changed):
-    """Read in three chunks and whole: two programs, with windows far smaller than the text."""
+def test_a_cache_has_what_is_changed(monkeypatch, fields, changed, first):
+    """Read in three chunks, or in one, and without a cache: windows are smaller than the text."""
     monkeypatch.setattr(generation, "_CHUNK", 50)
+    monkeypatch.setattr(generation, "_FIRST_CHUNK", {"cpu": first})
     spec = small(**fields)
     params, tokens, positions = draw_model(spec, T=150)
 

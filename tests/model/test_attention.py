@@ -1,6 +1,7 @@
 """Causal attention and its gradient against their formulas in float64, and what computes it."""
 
 import functools
+import re
 from types import SimpleNamespace
 
 import jax
@@ -8,10 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from jax.sharding import SingleDeviceSharding
 from support.bounds import assert_equal_but_rounding, measure_rounding
+from support.commands import needs_cuda
 from support.models import (
     attention_with_gradients,
     check_attention,
+    documents_by_xla,
     draw_inputs,
     draw_model,
     draw_segments,
@@ -21,11 +25,13 @@ from support.models import (
 from support.models import draw_attention as draw
 
 from prope import model
-from prope.attention import attention, choose_implementation
+from prope.attention import _IMPLEMENTATIONS, attention, choose_implementation
+from prope.cost.topology import as_if_attached, find_devices
 from prope.cost.traced import count_flops
-from prope.kernels import blockwise, cache
+from prope.kernels import blockwise, cache, documents
 from prope.kernels.mask import CAUSAL, Mask
 from prope.rope import rotation_table
+from prope.scan import _save_policy
 from prope.sharding import rank_positions
 
 # A multiple of what one unit in the last place of bfloat16 inputs moves attention by; the results
@@ -296,6 +302,61 @@ def test_cudnn_is_called_with_what_equals_the_formula(monkeypatch, heads, kv_hea
     assert calls == [("cudnn", options)]
 
 
+@pytest.mark.parametrize(("fits", "window"), [(True, 40), (False, None)])
+def test_documents_go_to_cudnn_where_it_takes_as_many(monkeypatch, fits, window):
+    """A row has 6 documents, padding included; where it takes 5, plain XLA computes all rows."""
+    mask = segmented(100, window=window)
+    arrays = draw(100, 100, 4, 2)
+
+    def poison(*_, **__):
+        return jnp.full(arrays[0].shape, jnp.nan)
+
+    by_blocks = _IMPLEMENTATIONS["xla"]
+    kernel, blocks = (documents_by_xla, poison) if fits else (poison, by_blocks)
+    monkeypatch.setattr(documents.cudnn, "dot_product_attention", kernel)
+    monkeypatch.setitem(_IMPLEMENTATIONS, "xla", blocks)
+    monkeypatch.setattr(documents, "_FEWEST_TOKENS", 16 if fits else 20)
+    check_attention(*arrays, mask, implementation="cudnn")
+
+
+@pytest.mark.parametrize("M", [7, 5])
+def test_documents_are_runs_of_equal_ids(monkeypatch, M):
+    monkeypatch.setattr(documents, "_MOST_DOCUMENTS", M)
+    monkeypatch.setattr(documents, "_FEWEST_TOKENS", 1)
+    ids = np.array(draw_segments(3, 300))
+    lengths, starts, fits = documents.locate_documents(jnp.asarray(ids))
+    assert lengths.dtype == starts.dtype == np.int32
+    most = 0
+    for row, *found in zip(ids, lengths, starts, strict=True):
+        begins = [0, *np.flatnonzero(row[1:] != row[:-1]) + 1]
+        sizes = np.diff([*begins, 300]).tolist()
+        assert found[0].tolist() == (sizes + [-1] * M)[:M]
+        assert found[1].tolist() == (begins + [-1] * (M + 1))[: M + 1]
+        most = max(most, len(begins))
+    assert fits == (most <= M)
+
+
+@pytest.mark.slow
+@needs_cuda
+def test_cudnn_computes_documents_once_forward_and_once_backward():
+    """Compiled for a GPU that is not here; remat saves what the primitive returns."""
+    devices = find_devices("h100:1", 1)
+    shape = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(devices[0]))
+    arrays = [shape((1, 128, heads, 64), jnp.bfloat16) for heads in (4, 2, 2)]
+
+    def run(query, key, value, segment_ids):
+        mask = Mask(segment_ids, 100)
+        attend = functools.partial(attention, mask=mask, implementation="cudnn")
+        attend = jax.checkpoint(attend, policy=_save_policy(["attention_out"]))
+        output, vjp = jax.vjp(attend, query, key, value)
+        return vjp(output)
+
+    with as_if_attached(devices):
+        compiled = jax.jit(run).trace(*arrays, shape((1, 128), jnp.int32)).lower().compile()
+    calls = re.findall('custom_call_target="__cudnn[$]fmhaSoftmax(.*?)"', compiled.as_text())
+    assert sorted(calls) == ["", "Backward"]
+
+
 # --- The choice -------------------------------------------------------------------------------
 
 
@@ -322,8 +383,10 @@ CHOICES = [
     (make_gpu("10.0"), {"H": 256}, ()),
     (HOPPER, {"H": 384}, ("head_dim", "256", "384")),
     (HOPPER, {"dtype": "float32"}, ("dtype", "float32")),
-    (HOPPER, {"segmented": True}, ("data.mask_documents",)),
-    (HOPPER, {"heads_divide": False}, ("mesh.context",)),
+    (HOPPER, {"segmented": True, "H": 256}, ("documents",)),
+    (AMPERE, {"segmented": True}, ("Hopper", "data.mask_documents")),
+    (HOPPER, {"fits_context": False}, ("mesh.context must divide",)),
+    (HOPPER, {"segmented": True, "fits_context": False}, ("mesh.context must be 1",)),
     (HOPPER, {"capped": True}, ("model.attention_softcap",)),
     (HOPPER, {"sinks": 4}, ("sinks",)),
     (make_gpu("7.5"), {}, ("Ampere",)),
@@ -350,9 +413,20 @@ def test_a_device_takes_its_kernel_where_it_can(device, change, obstacles):
         assert choose_implementation(kernel, device, **workload)[0] == name == kernel
         return
     assert name == "xla"
+    if obstacles == ("documents",):  # which has to be asked for
+        assert choose_implementation(kernel, device, **workload)[0] == kernel
+        assert f"attention={kernel}" in reason
+        return
     line = refuse(kernel, device, workload)
     for words in obstacles:
         assert words in reason and words in line
+
+
+def test_a_jax_without_packed_documents_takes_xla_for_them(monkeypatch):
+    monkeypatch.setattr("prope.kernels.choice.cudnn", None)
+    check = test_a_device_takes_its_kernel_where_it_can
+    check(HOPPER, {"segmented": True}, ("this JAX",))
+    check(HOPPER, {}, ())
 
 
 def test_kernels_are_for_one_kind_of_device():

@@ -1,6 +1,7 @@
 """Splash attention's blocks: each chip's compile for it; matmuls of bfloat16."""
 
 import functools
+import json
 import math
 import os
 import subprocess
@@ -124,8 +125,22 @@ def test_every_chip_s_blocks_compile_for_it(chip, head_dim):
 
 
 @pytest.mark.slow
-def test_what_is_checked_on_a_gpu_holds_on_a_cpu():
-    command = [sys.executable, f"{ROOT}/tests/on_gpu.py", "128"]
-    done = subprocess.run(command, capture_output=True, text=True)
+def test_what_is_measured_on_a_gpu_runs_on_a_cpu(tmp_path):
+    """Every part of tests/on_gpu.sh, on tiny models."""
+    done = subprocess.run(
+        ["bash", f"{ROOT}/tests/on_gpu.sh", tmp_path, "tiny"],
+        env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true"},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("\n") == 30
+    printed = {path.stem: path.read_text() for path in tmp_path.glob("*.json")}
+    assert printed.keys() - {"beside_transformers"} == {
+        *("versions", "correctness", "profile_2b", "variants_2b"),
+        *("rotation", "rotation_float32", "untrained"),
+    }
+    assert printed["correctness"].count(" of ") >= 26
+    for name in printed.keys() - {"versions", "correctness"}:
+        result = json.loads(printed[name].splitlines()[-1])
+        assert "error" not in json.dumps(result), name
+    assert "classes" in printed["profile_2b"]

@@ -12,10 +12,12 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.sharding import AbstractMesh
 from support.commands import refusal
 from support.compiled import array_shapes
-from support.models import DENSE4, E4, SWITCHES, assert_trees_close, same
+from support.models import DENSE4, E4, SWITCHES, assert_trees_close, documents_by_xla, same
 from support.processes import on_eight_devices
 
 from prope import loss, model, parameters, sharding
+from prope import step as step_module
+from prope.kernels import documents
 from prope.optimizer import make_optimizer
 from prope.sharding import check_devices
 from prope.spec.run import MeshSpec, Spec
@@ -136,6 +138,27 @@ def test_a_step_takes_the_mean_over_the_tokens_that_count():
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradient))
 
 
+def test_a_gpu_s_step_computes_the_same(monkeypatch):
+    """There layers are cast once for all microbatches, and logits are read once."""
+    fields = {"accumulation": 4, "model__dtype": "bfloat16", "model__qkv_bias": True}
+    spec = small(**fields)
+    params = draw_params(spec)
+    batch = jax.tree.map(jnp.asarray, draw(spec))
+
+    def run_step():
+        step = jax.jit(make_train_step(spec, keep_gradient()))
+        _, gradient, metrics = step(params, jax.tree.map(jnp.zeros_like, params), batch)
+        return float(metrics["loss"]), gradient
+
+    expected_loss, expected = run_step()
+    for module in (loss, step_module):
+        monkeypatch.setattr(module, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    found_loss, gradient = run_step()
+    np.testing.assert_allclose(found_loss, expected_loss, rtol=1e-6)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
+    assert_trees_close(gradient, expected, 1e-3)
+
+
 def test_the_hash_of_a_batch_is_of_every_number_in_its_place():
     batch = draw(small())
     hashes = {int(sharding.hash_batch(batch))}
@@ -179,7 +202,7 @@ CASES = [
     (GQA | MASKED, (1, 8, 1), "full", False, TWICE),
     (MQA, (2, 4, 1), "minimal", True, TWICE),
     (MHA, (1, 4, 2), "save_qkv", True, {}),
-    (MHA | MASKED, (1, 2, 4), "minimal", True, TWICE),
+    (MHA | MASKED, (1, 2, 4), "minimal", True, TWICE | CUDNN),
     (GQA | MASKED | ODD, (1, 8, 1), "none", True, {}),
     (GQA | MASKED | NARROW, (2, 2, 2), "none", True, {}),
     (MQA | LONG, (2, 2, 2), "save_qkv", True, SPLASH),
@@ -218,6 +241,8 @@ def run_kernels_on_cpu():
         return attend(*arrays, **options)
 
     jax.nn.dot_product_attention = by_xla
+    documents.cudnn.dot_product_attention = documents_by_xla
+    documents._FEWEST_TOKENS = 1
 
 
 def check_few_steps():

@@ -1,5 +1,8 @@
 """The measurements measure what they say; their figures are not judged here."""
 
+import contextlib
+import os
+import pathlib
 from types import SimpleNamespace
 
 import jax
@@ -10,7 +13,8 @@ import pytest
 from support.commands import CONFIG, ROOT, devices_flags
 from support.runs import make_run
 
-from prope.cost import bench
+from prope.cost import bench, hlo, timeline
+from prope.cost.flops import CHIPS
 
 
 @pytest.mark.parametrize("p", [0.0, 0.75])
@@ -22,18 +26,21 @@ def test_the_baseline_is_the_formula_in_float32(p):
     np.testing.assert_allclose(rotated, expected, rtol=0, atol=1e-5)
 
 
-def test_programs_are_timed_alternately_after_two_rounds(monkeypatch):
-    calls = []
+@pytest.mark.parametrize("calls", [1, 3])
+def test_programs_are_timed_alternately_after_two_rounds(monkeypatch, calls):
+    """Calls that follow each other are made before one result is waited for."""
+    events = []
     clock = [0.0]
     monkeypatch.setattr(bench.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(jax, "block_until_ready", lambda _: events.append("wait"))
 
     def program(name, seconds):
-        calls.append(name)
-        clock[0] += 9.0 if len(calls) <= 4 else seconds
+        clock[0] += 9.0 if len(events) <= 4 * calls else seconds
+        events.append(name)
 
     programs = {"a": lambda: program("a", 1.0), "b": lambda: program("b", 2.0)}
-    assert bench.medians(programs, rounds=1) == {"a": 1.0, "b": 2.0}
-    assert calls == list("ab") * 3
+    assert bench.medians(programs, rounds=1, calls=calls) == {"a": 1.0, "b": 2.0}
+    assert events == (["a"] * calls + ["wait"] + ["b"] * calls + ["wait"]) * 3
 
 
 def test_the_command_prints_multiples_of_a_copy(run_command):
@@ -66,7 +73,7 @@ def test_the_command_measures_the_training_step(run_command, tmp_path):
     hide = f"import sys\nsys.modules.update(dict.fromkeys({names.split()}))\n"
     (tmp_path / "sitecustomize.py").write_text(hide)
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "XLA_FLAGS": devices_flags(2)}
-    result = run_command("prope.bench", CONFIG, "--steps=2", **environment).result
+    result = run_command("prope.bench", CONFIG, "--steps=2", "--profile", **environment).result
     assert result["device"] == "cpu"
     assert result["devices"] == 2
     assert result["mfu"] is None, "nobody publishes the peak of a CPU"
@@ -82,6 +89,67 @@ def test_the_command_measures_the_training_step(run_command, tmp_path):
     assert result["compile_seconds"] > 0
     assert "XLA_FLAGS" in result["xla_flags"]
     assert result["compiler_options"] == {}, "options are for TPUs"
+    profile = result["profile"]
+    busy = profile["busy_milliseconds"]
+    assert profile["idle_milliseconds"] >= 0
+    classes = profile["classes"]
+    measured = sum(row["measured_milliseconds"] for row in classes.values())
+    assert busy <= measured * 1.001 <= 1.001 * busy * os.cpu_count() * 2
+    assert {"matmul MLP", "matmul head", "attention", "norms", "optimizer"} < classes.keys()
+
+
+def test_a_trace_is_sorted_by_class_beside_the_roofline(monkeypatch):
+    """Planes of GPUs and TPUs: a loop counts by what is in it; a second device does not."""
+    text = """
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8]{1,0} parameter(0)
+  %dot.1 = f32[8,8]{1,0} dot(%x, %x), metadata={op_name="jit(step)/Block/mlp/dot_general"}
+  %loop = f32[8,8]{1,0} while(%dot.1), condition=%a, body=%a, known={"known_trip_count":{"n":"0"}}
+  ROOT %copy.1 = f32[8,8]{1,0} copy(%loop)
+}
+%a (y: f32[8,8]) -> f32[8,8] {
+  ROOT %y = f32[8,8]{1,0} parameter(0)
+}
+"""
+    module = hlo.parse(text)
+
+    def line(name, *events):
+        def event(name, op, start, end):
+            stats = [("hlo_op", op)] if op else []
+            return SimpleNamespace(name=name, stats=stats, start_ns=1e6 * start, end_ns=1e6 * end)
+
+        return SimpleNamespace(name=name, events=[event(*values) for values in events])
+
+    gpu = [
+        line("Stream #13", ("nvjet", "dot.1", 10, 16), ("kernel", "copy.1", 14, 22)),
+        line("Stream #14", ("Memcpy", None, 31, 34)),
+        line("XLA Ops", ("dot.1", "dot.1", 0, 99)),  # derived from the streams
+    ]
+    ops = ("%loop = f32[8,8]{1,0} while(", None, 10, 30), ("%dot.1 = f32[8,8] dot", None, 10, 16)
+    tpu = [line("XLA Ops", *ops, ("copy.1", None, 28, 31)), line("Steps", ("1", None, 0, 99))]
+    cases = {
+        "GPU": (gpu, (15, 9), {"matmul MLP": 6, "copies": 8, "other": 3}),
+        "TPU": (tpu, (9, 12), {"matmul MLP": 6, "copies": 3}),
+    }
+
+    @contextlib.contextmanager
+    def trace(folder):
+        yield
+        pathlib.Path(folder, "host.xplane.pb").touch()
+
+    monkeypatch.setattr(jax.profiler, "trace", trace)
+    for name, (lines, (busy, idle), expected) in cases.items():
+        planes = [(f"/device:{name}:0", lines), (f"/device:{name}:1", gpu), ("/host:CPU", gpu)]
+        planes = [SimpleNamespace(name=plane, lines=lines) for plane, lines in planes]
+        data = SimpleNamespace(from_file=lambda _, planes=planes: SimpleNamespace(planes=planes))
+        monkeypatch.setattr(jax.profiler, "ProfileData", data)
+        result = timeline.profile(list, module, CHIPS["v5e"])
+        assert result["busy_milliseconds"] == pytest.approx(busy / 3)
+        assert result["idle_milliseconds"] == pytest.approx(idle / 3)
+        classes = result["classes"]
+        measured = {name: row["measured_milliseconds"] for name, row in classes.items()}
+        assert measured == pytest.approx({name: value / 3 for name, value in expected.items()})
+        assert classes["matmul MLP"]["flops"] == 2 * 8**3
 
 
 def test_a_peak_is_counted_by_the_device_where_it_counts():
@@ -119,6 +187,7 @@ def test_a_run_is_timed_beside_transformers_with_the_same_weights(libraries, tmp
 REFUSED = [
     ([], "--config"),
     (["--rope", CONFIG], "--rope"),
+    (["--rope", "--profile"], "--profile"),
     (["--rope", "--shape=1,2"], "--shape=1,2"),
     (["--rope", "--shape=1,64,2,63"], "--shape=1,64,2,63"),
     (["--rope", "--shape=-1,64,2,x"], "--shape=-1,64,2,x"),

@@ -114,7 +114,8 @@ def test_chips_are_found_by_what_jax_calls_them():
         "TPU v5 ultra": None,
         "cpu": None,
     }
-    assert {kind: flops.peak_flops(kind) for kind in peaks} == peaks
+    chips = {kind: flops.find_chip(kind) for kind in peaks}
+    assert {kind: chip and chip.flops for kind, chip in chips.items()} == peaks
 
 
 def test_the_roofline_divides_each_amount_by_its_peak():

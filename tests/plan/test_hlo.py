@@ -12,6 +12,8 @@ import pytest
 from support.commands import ROOT, devices_flags, needs_libtpu
 
 from prope.cost import hlo, traffic
+from prope.cost.classes import count_classes
+from prope.cost.flops import CHIPS
 
 
 def collectives(text, chips_per_node=None):
@@ -278,6 +280,44 @@ def test_asynchronous_computations_count_once():
     assert hbm_bytes(ASYNCHRONOUS) == (256 + 32) + (32 + 64)
 
 
+# A row of 8 is read from a stack of 4 and written into another, beside what the GPU does next.
+ASYNC_FUSIONS = """
+%take (stack: f32[4,8], i: s32[]) -> f32[8] {
+  %stack.1 = f32[4,8]{1,0} parameter(0)
+  %i.1 = s32[] parameter(1)
+  %zero.1 = s32[] constant(0)
+  %row.1 = f32[1,8]{1,0} dynamic-slice(%stack.1, %i.1, %zero.1), dynamic_slice_sizes={1,8}
+  ROOT %bitcast.1 = f32[8]{0} bitcast(%row.1)
+}
+
+%put (stack: f32[4,8], row: f32[8], i: s32[]) -> f32[4,8] {
+  %stack.2 = f32[4,8]{1,0} parameter(0)
+  %row.2 = f32[8]{0} parameter(1)
+  %i.2 = s32[] parameter(2)
+  %zero.2 = s32[] constant(0)
+  %bitcast.2 = f32[1,8]{1,0} bitcast(%row.2)
+  ROOT %put.2 = f32[4,8]{1,0} dynamic-update-slice(%stack.2, %bitcast.2, %i.2, %zero.2)
+}
+
+ENTRY %main (x: f32[4,8], y: f32[4,8], i: s32[]) -> f32[4,8] {
+  %x = f32[4,8]{1,0} parameter(0)
+  %y = f32[4,8]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %taking = ((f32[4,8]{1,0}, s32[]), f32[8]{0}, u32[]) fusion-start(%x, %i), kind=kLoop, calls=%take
+  %taken = f32[8]{0} fusion-done(%taking)
+  %putting = ((f32[4,8]{1,0}, f32[8]{0}, s32[]), f32[4,8]{1,0}, u32[]) \
+fusion-start(%y, %taken, %i), kind=kLoop, calls=%put
+  ROOT %result = f32[4,8]{1,0} fusion-done(%putting)
+}
+"""
+
+
+def test_an_asynchronous_fusion_reads_and_writes_what_its_computation_does():
+    row = 4 * 8
+    index = 4
+    assert hbm_bytes(ASYNC_FUSIONS) == (row + index + row) + (row + index + row)
+
+
 def test_an_elementwise_program_reads_and_writes_once():
     def compare(x, y):
         return x * 2 > y
@@ -414,3 +454,113 @@ def test_an_exchange_between_nodes_is_not_shared_by_their_gpus():
     text = ALL_REDUCE.replace("all-reduce", "all-to-all")
     text = text.replace("GROUPS", "replica_groups={{0,1,2,3}}")
     assert collectives(text, 2) == {"all-to-all between slices": counted(1, 4096 // 2, 1)}
+
+
+# --- Classes of kernels -------------------------------------------------------------------------
+
+# A loop of 3 rounds with a matmul of a GPU's library, scanned weights that are cast, and an
+# activation; then the head's matmul, within a fusion as TPUs write it, and one kernel of each other
+# class. Two kernels have no path of their own: one that is fused, and one that another reads. A
+# Pallas kernel's metadata is on lines of its own.
+KERNELS = """
+%cast (w: f32[3,64,32], i: s32[]) -> bf16[64,32] {
+  %w.1 = f32[3,64,32]{2,1,0} parameter(0)
+  %i.1 = s32[] parameter(1)
+  %zero.1 = s32[] constant(0)
+  %at.1 = s32[] add(%i.1, %zero.1)
+  %row.1 = f32[1,64,32]{2,1,0} dynamic-slice(%w.1, %at.1, %zero.1, %zero.1)
+  %bitcast.1 = f32[64,32]{1,0} bitcast(%row.1)
+  ROOT %cast.1 = bf16[64,32]{1,0} convert(%bitcast.1)
+}
+
+%act (x: bf16[16,32]) -> bf16[16,32] {
+  %x.2 = bf16[16,32]{1,0} parameter(0)
+  ROOT %tanh.2 = bf16[16,32]{1,0} tanh(%x.2), metadata={op_name="jit(step)/Block/mlp/tanh"}
+}
+
+%body (state: (s32[], bf16[16,64], f32[3,64,32])) -> (s32[], bf16[16,64], f32[3,64,32]) {
+  %state = (s32[], bf16[16,64]{1,0}, f32[3,64,32]{2,1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %x = bf16[16,64]{1,0} get-tuple-element(%state), index=1
+  %w = f32[3,64,32]{2,1,0} get-tuple-element(%state), index=2
+  %w16 = bf16[64,32]{1,0} fusion(%w, %i), kind=kLoop, calls=%cast
+  %gate = (bf16[16,32]{1,0}, s8[99]{0}) custom-call(%x, %w16), \
+custom_call_target="__cublas$lt$matmul", metadata={op_name="jit(step)/Block/mlp/RD,DF->RF/dot"}
+  %gated = bf16[16,32]{1,0} get-tuple-element(%gate), index=0
+  %act.3 = bf16[16,32]{1,0} fusion(%gated), kind=kLoop, calls=%act
+  ROOT %after = (s32[], bf16[16,64]{1,0}, f32[3,64,32]{2,1,0}) tuple(%i, %x, %w)
+}
+
+%head (x: bf16[16,64], table: bf16[100,64]) -> f32[16,100] {
+  %x.4 = bf16[16,64]{1,0} parameter(0)
+  %table.4 = bf16[100,64]{1,0} parameter(1)
+  %logits.4 = f32[16,100]{1,0} convolution(%x.4, %table.4), dim_labels=bf_oi->bf, \
+metadata={op_name="jit(step)/jvp(loss)/while/body/RD,VD->RV/dot_general"}
+  ROOT %exp.4 = f32[16,100]{1,0} exponential(%logits.4)
+}
+
+ENTRY %main (x: bf16[16,64], w: f32[3,64,32], table: bf16[100,64], s: f32[40], ..) -> f32[40] {
+  %x.0 = bf16[16,64]{1,0} parameter(0)
+  %w.0 = f32[3,64,32]{2,1,0} parameter(1)
+  %table.0 = bf16[100,64]{1,0} parameter(2)
+  %s = f32[40]{0} parameter(3)
+  %square = f32[40,40]{1,0} parameter(4)
+  %zero = s32[] constant(0)
+  %state.0 = (s32[], bf16[16,64]{1,0}, f32[3,64,32]{2,1,0}) tuple(%zero, %x.0, %w.0)
+  %loop = (s32[], bf16[16,64]{1,0}, f32[3,64,32]{2,1,0}) while(%state.0), condition=%unused, \
+body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %logits = f32[16,100]{1,0} fusion(%x.0, %table.0), kind=kOutput, calls=%head
+  %max = f32[16]{0} reduce(%logits, %zero), metadata={op_name="jit(step)/jvp(loss)/reduce_max"}
+  %q = f32[40]{0} dot(%s, %square), lhs_contracting_dims={0}, \
+metadata={op_name="jit(step)/Block/attn/q_einsum/BTD,NDH->BTNH/dot_general"}
+  %turned = f32[40]{0} multiply(%q, %s), metadata={op_name="jit(step)/Block/attn/mul"}
+  %cores = f32[40]{0} custom-call(%turned), custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={
+"xprof_metadata":"{}"
+}}, metadata={op_name="jit(step)/Block/attn/attention/dot_product_attention_fwd"}
+  %normed = f32[40]{0} multiply(%cores, %s), metadata={op_name="jit(step)/jvp(RMSNorm)/mul"}
+  %stack.5 = f32[4,40]{1,0} broadcast(%zero)
+  %stacked = f32[4,40]{1,0} dynamic-update-slice(%stack.5, %s, %zero, %zero)
+  %moved = f32[4,40]{1,0} copy(%stacked)
+  %summed = f32[40]{0} all-reduce(%normed), to_apply=%add
+  %unnamed = f32[40]{0} sqrt(%summed)
+  %updated = f32[40]{0} add(%unnamed, %s), metadata={op_name="jit(step)/optimizer/add"}
+  ROOT %result = f32[40]{0} negate(%updated), metadata={op_name="jit(step)/jvp()/neg"}
+}
+"""
+
+
+def test_kernels_are_sorted_by_what_they_are_for():
+    array = 4 * 40
+    head = 2 * 16 * 64 * 100
+    gate = 2 * 16 * 64 * 32
+    logits = 4 * 16 * 100
+    expected = {  # bytes, FLOPs, kernels
+        "weight casts": (3 * (4 * 64 * 32 + 4 + 2 * 64 * 32), 0, 3),
+        "matmul MLP": (3 * 2 * (16 * 64 + 64 * 32 + 16 * 32), 3 * gate, 3),
+        "activation": (3 * 2 * 2 * 16 * 32, 0, 3),
+        "matmul head": (2 * (16 * 64 + 100 * 64) + logits, head, 1),
+        "loss": (logits + 4 + 4 * 16, 0, 1),
+        "matmul attention projections": (42 * array, 2 * 40 * 40, 1),
+        "rotation": (3 * array, 0, 1),
+        "attention": (2 * array, 0, 1),
+        "norms": (3 * array, 0, 1),
+        "zero-init": (4 + 4 * array, 0, 1),
+        "scan stacking": (2 * array + 2 * 4, 0, 1),
+        "copies": (8 * array, 0, 1),
+        "collectives": (2 * array, 0, 1),
+        "optimizer": (2 * array + 3 * array, 0, 2),
+        "other": (2 * array, 0, 1),
+    }
+    chip = CHIPS["v5e"]._replace(flops=1e9, hbm_bandwidth=1e9)
+    classes = count_classes(hlo.parse(KERNELS), chip)
+    amounts = ("bytes", "flops", "kernels")
+    assert {name: tuple(map(row.get, amounts)) for name, row in classes.items()} == expected
+    for name, (size, flops, _) in expected.items():
+        assert classes[name]["milliseconds"] == pytest.approx(1e-6 * max(size, flops)), name
+
+
+@pytest.mark.parametrize("text", [MODULE, BETWEEN_SLICES, CONDITIONAL, ASYNCHRONOUS, ASYNC_FUSIONS])
+def test_classes_hold_all_bytes(text):
+    classes = count_classes(hlo.parse(text), CHIPS["v5e"])
+    assert sum(row["bytes"] for row in classes.values()) == hbm_bytes(text)

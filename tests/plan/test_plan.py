@@ -77,6 +77,10 @@ def test_a_plan_says_what_fits_and_what_it_costs(plan_small):
     assert result["ideal_seconds_by"]["compute"] == pytest.approx(needed / 197e12)
     assert seconds == max(result["ideal_seconds_by"].values())
     assert result["ideal_mfu"] == pytest.approx(model_flops * tokens_per_chip / seconds / 197e12)
+    classes = result["classes"]
+    assert sum(row["bytes"] for row in classes.values()) == result["hbm_traffic_bytes"]
+    assert classes["matmul head"]["flops"] == 6 * HEAD * tokens_per_chip
+    assert {"matmul MLP", "attention", "optimizer", "norms", "collectives"} < classes.keys()
     # Each layer is gathered once forward and once backward, in bfloat16; the head once.
     gathered = 2 * (2 * (parameters - HEAD) + HEAD)
     assert result["collectives"]["all-gather"]["bytes"] == pytest.approx(gathered, rel=0.1)
@@ -195,6 +199,11 @@ def test_a_plan_of_one_gpu_has_its_kernels_and_the_memory_that_jax_takes(plan_sm
     hardware_flops = result["hardware_flops_per_token"]
     assert hardware_flops == result["model_flops_per_token"] + LAYERS * (scores + projection)
     assert result["ideal_seconds_by"]["compute"] == hardware_flops * 2 * 1024 / 989e12
+    classes = result["classes"]
+    assert sum(row["bytes"] for row in classes.values()) == result["hbm_traffic_bytes"]
+    kernels = 2 * LAYERS
+    assert classes["attention"]["kernels"] == kernels
+    assert classes["matmul head"]["flops"] == 6 * HEAD * 2 * 1024
 
 
 @pytest.mark.slow

@@ -214,7 +214,9 @@ REFUSED = [
     (TypeError, "'64'", {"head_dim": "64"}),
     (ValueError, "0", {"head_dim": 0, "inputs": np.ones((1, 2, 1, 0))}),
     (ValueError, "63", {"head_dim": 63, "inputs": np.ones((1, 2, 1, 63), np.float32)}),
-    (ValueError, "(2,)", {"positions": np.arange(2, dtype=np.int32)}),
+    (ValueError, "(1, 3)", {"positions": np.arange(3, dtype=np.int32)[None]}),
+    (ValueError, "(2, 2)", {"positions": np.ones((2, 2), np.int32)}),
+    (ValueError, "(1, 2, 1)", {"positions": np.ones((1, 2, 1), np.int32)}),
     (TypeError, "float32", {"positions": np.ones((1, 2), np.float32)}),
     (TypeError, "bfloat16", {"positions": jnp.ones((1, 2), jnp.bfloat16)}),
     (TypeError, "float32", {"positions": [[0.0, 1.0]]}),
@@ -241,6 +243,13 @@ def test_bad_input_is_refused_with_its_name_and_value(error, value, change):
     message = str(refused.value)
     assert next(iter(change)) in message
     assert value in message
+
+
+def test_all_rows_may_share_positions():
+    inputs = np.concatenate([draw(64, LANDMARKS)] * 2)
+    expected = apply_p_rope(inputs, np.concatenate([LANDMARKS] * 2), 64)
+    for shared in (LANDMARKS, LANDMARKS[0], LANDMARKS[0].tolist()):
+        np.testing.assert_array_equal(apply_p_rope(inputs, shared, 64), expected)
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 1, 64), (1, 0, 1, 64), (1, 2, 0, 64)])

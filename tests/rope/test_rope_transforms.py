@@ -6,6 +6,7 @@ The rotation R is linear and keeps norms: its Jacobian times x is R x, and the H
 
 import functools
 import itertools
+from unittest import mock
 
 import jax
 import jax.export
@@ -158,10 +159,29 @@ def check(transform, dtype, mesh, sizes=(1, 1, 1)):
         np.testing.assert_allclose(float64(actual), expected, rtol=0, atol=bound)
 
 
+@pytest.fixture
+def as_accelerators():
+    """Computes what is compiled for TPUs and GPUs."""
+
+    def choose_default(*arguments, default, **by_platform):
+        return default(*arguments)
+
+    with mock.patch.object(jax.lax, "platform_dependent", choose_default):
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("transform", ALL)
 def test_every_transformation_gives_the_rotation(transform, mesh):
     check(transform, "float32", mesh)
+
+
+@pytest.mark.parametrize("transform", ALL)
+def test_accelerators_compute_the_same(transform, as_accelerators):
+    check(transform, "float32", "explicit")
+    check(transform, "bfloat16", "auto")
 
 
 # A dtype and a transformation meet in the last cast, and in the positions' dtype.

@@ -10,7 +10,7 @@ import oracles
 import pytest
 
 from prope import attention, model, parameters
-from prope.kernels.mask import CAUSAL
+from prope.kernels.mask import CAUSAL, Mask
 from prope.rope import rotation_table
 from prope.spec.model import ModelSpec
 from support.bounds import MULTIPLE, assert_equal_but_rounding, measure_rounding
@@ -53,6 +53,21 @@ def draw_segments(B, T, seed=2):
     if B > 1:
         segments[-1] = 1
     return jnp.asarray(segments, jnp.int32)
+
+
+_attend_by_blocks = attention._IMPLEMENTATIONS["xla"]
+
+
+def documents_by_xla(query, key, value, q_seqlen, q_offsets, sliding_window_length, **options):
+    """What JAX's call of cuDNN computes for documents of these lengths from these places on."""
+    assert options["kv_seqlen"] is q_seqlen and options["kv_offsets"] is q_offsets
+    assert options["mask_type"].name == "PADDING_CAUSAL"
+    first = q_offsets[:, :-1, None]
+    places = jnp.arange(query.shape[1])[None, None]
+    inside = (first >= 0) & (first <= places) & (places < first + q_seqlen[..., None])
+    mask = Mask(window=sliding_window_length)
+    output = _attend_by_blocks(mask, None, query, key, value, inside.argmax(axis=1))
+    return jnp.where(inside.any(axis=1)[..., None, None], output, jnp.nan)
 
 
 def scaled_attention(query, key, value, mask=CAUSAL, **options):

@@ -11,15 +11,16 @@ ROPE_MUTANTS = {
         "(-2.0 * pairs / max(2 * num_rotated_pairs(head_dim, rope_percentage), 1))",
     ),
     "prefix pairing": (
-        "    table = rotation_table(positions, freqs)\n    return rotate(inputs, table)\n",
+        "    table = rotation_table(jnp.atleast_2d(positions), freqs)\n"
+        "    return rotate(inputs, table)\n",
         "    n = num_rotated_pairs(head_dim, rope_percentage)\n"
-        "    table = rotation_table(positions, freqs[:n])\n"
+        "    table = rotation_table(jnp.atleast_2d(positions), freqs[:n])\n"
         "    rotated = rotate(inputs[..., : 2 * n], table)\n"
         "    return jnp.concatenate([rotated, inputs[..., 2 * n :]], axis=-1)\n",
     ),
     "interleaved pairing": (
-        ".reshape(*inputs.shape[:2], *heads, 2, pairs)\n",
-        ".reshape(*inputs.shape[:2], *heads, pairs, 2).swapaxes(-1, -2)\n",
+        ".reshape(*inputs.shape[:2], *heads, 2, table.shape[-1])\n",
+        ".reshape(*inputs.shape[:2], *heads, table.shape[-1], 2).swapaxes(-1, -2)\n",
     ),
     "slow end kept": (
         "rotated = pairs < num_rotated_pairs(head_dim, rope_percentage)",
