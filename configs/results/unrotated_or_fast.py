@@ -15,6 +15,7 @@ four. --seconds saves and stops after so long; --page and --size train the arms 
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import json
 import lzma
@@ -188,6 +189,7 @@ def train_together(specs: dict, places: dict, end: float) -> dict:
     from prope.data.windows import prefetch, train_batch
     from prope.kernels.choice import matmul_precision
     from prope.runtime.files import append_jsonl
+    from prope.runtime.startup import Startup
     from prope.step import init_state, prepare
     from prope.train import State, data_state, resume
     from prope.workdir.checkpoints import Checkpoints
@@ -200,8 +202,12 @@ def train_together(specs: dict, places: dict, end: float) -> dict:
     stacked = (len(specs) // len(seeds), len(seeds))
     phases = arm_phases(list(specs.values())[:: len(seeds)])
     windows = open_windows(spec.data, spec.model.vocab_size, "train")
-    init = jax.jit(init_state, static_argnums=(0, 1))
+    Startup().use_cache()  # of compiled programs
     step_together = jax.jit(make_step(spec, optimizer), donate_argnums=(0, 1))
+
+    @functools.cache
+    def init(seed):  # all arms of a seed begin alike
+        return jax.jit(functools.partial(init_state, spec.replace({"seed": seed}), optimizer))()
 
     def read(step):
         batches = [train_batch(windows, seed, spec.batch_size, step) for seed in seeds]
@@ -230,7 +236,7 @@ def train_together(specs: dict, places: dict, end: float) -> dict:
                     problem = f"{places[name]}: checkpoint {start} is damaged and was set aside"
                     raise UsageError(f"{problem}: run the same command again")
             else:
-                params, opt_state = init(one, optimizer)
+                params, opt_state = init(one.seed)
                 states.append(State(0, params, opt_state, hash_arrays(params)))
         hashes = [state.init_hash for state in states]
         state = jax.tree.map(

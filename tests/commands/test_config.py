@@ -40,7 +40,8 @@ FILES = sorted(set((ROOT / "configs").glob("*.py")) - {ROOT / "configs/families.
 # The tiny runs of these are like those of other pages, which are trained.
 ALIKE = (
     *("table2", "gemma_2b_128k", "gemma_2b_1m", "gemma_300m_wiki", "gemma2_like", "gemma3_like"),
-    *("gemma3_1b", "gemma4_like", "rnope_swa", "smollm3_like"),
+    *("gemma3_1b", "gemma4_like", "rnope_swa", "smollm3_like", "p_star"),
+    "unrotated_or_fast",
 )
 TRAINED = [
     path for path in FILES if path.stem not in ALIKE and not path.stem.startswith("encodings_")

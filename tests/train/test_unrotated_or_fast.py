@@ -2,6 +2,7 @@
 
 import functools
 import io
+import json
 import runpy
 import tarfile
 
@@ -94,7 +95,8 @@ import runpy
 original = runpy.run_path({str(SCRIPT["FILE"])!r})
 def get_config(name):
     config = original["get_config"](name)
-    config.num_steps, config.log_every, config.data.dataset = 3, 1, "longcontext/mix"
+    config.num_steps, config.log_every, config.data.dataset = 3, 1, "mixture"
+    config.data.mixture = ({{"weight": 1.0, "dataset": "longcontext/mix", "data_dir": ""}},) * 2
     return config
 def get_sweep(size):
     return {{"config": ("page.py:rope-tiny", "page.py:fast-tiny")}}
@@ -116,3 +118,35 @@ def get_sweep(size):
     )
     run = open_run(tmp_path / "runs" / name)
     assert (run.step, run.init_hash) == (3, single["init_hash"])
+
+
+def test_contrasts_are_the_effects_that_were_planted(tmp_path):
+    """Losses: 2 + 0.1 without rotation, plus 0.01 for each seed. Shares: 0.2 less by slow pairs."""
+    for arm in SCRIPT["PAGE"]["ARMS"]:
+        for seed in range(3):
+            place = tmp_path / f"config={arm}-pilot,seed={seed}"
+            place.mkdir()
+            (place / "config.json").write_text('{"data": {"seq_len": 256}}')
+            loss = 2 + (arm in ("partial", "p_rope")) * (0.1 + 0.01 * seed)
+            right = 0.5 - (arm in ("rope", "partial")) * (0.2 + 0.01 * seed)
+            losses = [
+                {"dataset": "files", "split": split, "seq_len": T, "loss": loss}
+                for split in ("validation", "all")
+                for T in (256, 2048)
+            ]
+            losses.append(losses[0] | {"window": 64, "loss": loss + 0.3 + 0.01 * seed})
+            asked = [
+                {"task": task, "seq_len": T, "accuracy": right}
+                for task in ("niah", "lookup")
+                for T in (256, 2048)
+            ]
+            for name, records in (("eval", losses), ("longcontext", asked)):
+                (place / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    records = SCRIPT["Records"](tmp_path)
+    reach = 4.302653 * 0.01 / 3**0.5  # Student's t of 2 degrees, one comparison
+    precondition, *declared = SCRIPT["contrast_rows"](records)
+    assert f"| +0.3100 | {0.31 - reach:+.4f} to {0.31 + reach:+.4f} |" in precondition
+    means = [row.split(" | ")[1] for row in declared]
+    assert means == ["+0.0000", "-0.2100", "+0.0000", "+0.1100"]
+    rows = SCRIPT["arm_rows"](records)
+    assert rows[2].startswith("| partial | 3 | 2.110 | 2.110 | 2.110 | 2.110 | 29.0 % |")
