@@ -20,12 +20,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as cudnn  # it has no public name
 from jaxtyping import Array, Float, Int
 
 from prope.kernels.blockwise import blockwise_attention
 from prope.kernels.cache import attend_to_cache
 from prope.kernels.choice import choose_implementation
-from prope.kernels.documents import cudnn, locate_documents
+from prope.kernels.documents import locate_documents
 from prope.kernels.mask import CAUSAL, Mask
 from prope.kernels.splash import splash
 from prope.sharding import (
@@ -139,7 +140,9 @@ def _within_documents(mask, query, key, value, segment_ids):
         mask_type=cudnn.MaskType.PADDING_CAUSAL,
         sliding_window_length=mask.window,
     )
-    by_blocks = functools.partial(_IMPLEMENTATIONS["xla"], mask, None, segment_ids=segment_ids)
+    by_blocks = functools.partial(
+        _by_blocks, blockwise_attention, mask, None, segment_ids=segment_ids
+    )
     # Without the checkpoint a gradient would keep arrays for both.
     return jax.lax.cond(fits, packed, jax.checkpoint(by_blocks), query, key, value)
 

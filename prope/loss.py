@@ -22,6 +22,7 @@ from prope.sharding import (
     constrain_like_param,
     device_kind,
     num_shards,
+    on_gpu,
     shard_axes,
     shard_mapped,
     sum_like_param,
@@ -75,7 +76,8 @@ def weighted_loss(
     Matmuls are in hidden's dtype with float32 sums, those of the embedding's gradient too. Logits
     are rounded to `logits_dtype`. B divides among the devices that share the batch.
     """
-    return (token_losses(hidden, embedding, targets, cap) * weights).sum()
+    loss, _ = _forward(hidden, embedding, targets, weights, cap, logits_dtype)
+    return loss
 
 
 def _forward(hidden, embedding, targets, weights, cap, logits_dtype):
@@ -126,8 +128,11 @@ def _add_chunk(cap, logits_dtype, entries, table, grad_table, chunk):
     axes = shard_axes("V")
     B, T = chunk[1].shape
     rows, targets, weights = (x.reshape(-1, *x.shape[2:]) for x in chunk)
-    rounded = jnp.einsum("RD,VD->RV", rows, table, preferred_element_type=logits_dtype)
-    logits = softcap(rounded.astype(jnp.float32), cap)
+    logits = jnp.einsum("RD,VD->RV", rows, table, preferred_element_type=logits_dtype)
+    logits = logits.astype(jnp.float32)
+    if logits_dtype == "bfloat16":  # XLA may leave out a cast to it and back, and not this
+        logits = jax.lax.reduce_precision(logits, exponent_bits=8, mantissa_bits=7)
+    logits = softcap(logits, cap)
     logsumexp = _logsumexp_over_shards(logits, axes)
     is_target = entries[None] == targets[:, None]
     target_logits = jnp.where(is_target, logits, 0).sum(axis=-1)
@@ -151,15 +156,14 @@ def _matmul_gradients(grad_logits, rows, table, axes):
 
 def _logsumexp_over_shards(logits, axes):
     """Computes logsumexp over the whole vocabulary, whose shards lie on the mesh axes `axes`."""
-    on_nvidia = device_kind().startswith("NVIDIA")
-    local = (_logsumexp_in_one_pass if on_nvidia else jax.nn.logsumexp)(logits, axis=-1)
+    local = _logsumexp_in_one_pass(logits) if on_gpu() else jax.nn.logsumexp(logits, axis=-1)
     largest = jax.lax.pmax(local, axes)
     total = jax.lax.psum(jnp.exp(local - largest), axes)
     return largest + jnp.log(total)
 
 
-def _logsumexp_in_one_pass(logits, axis: int):
-    """Reads the logits once, where XLA's GPU compiler reads them for their maximum and again."""
+def _logsumexp_in_one_pass(logits):
+    """Computes logsumexp [R] of [R, V], which XLA's GPU compiler reads twice for jax.nn's."""
 
     def combine(one, other):
         largest = jnp.maximum(one[0], other[0])
@@ -169,7 +173,7 @@ def _logsumexp_in_one_pass(logits, axis: int):
     least = jnp.finfo(logits.dtype).min  # from -inf, the difference of two would be nan
     start = (jnp.array(least, logits.dtype), jnp.zeros((), logits.dtype))
     terms = (logits, jnp.ones_like(logits))
-    largest, total = jax.lax.reduce(terms, start, combine, (axis % logits.ndim,))
+    largest, total = jax.lax.reduce(terms, start, combine, dimensions=(1,))
     return largest + jnp.log(total)
 
 

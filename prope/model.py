@@ -302,15 +302,15 @@ def decode(
     first_query: Int[Array, " B"] | None,
     lengths: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Cache]:
-    """Runs the decoder on T more tokens, from position `first_query` of each row on.
-
-    None: on the first tokens. They see one another, by the layer's kernel, and not the cache.
+    """Runs the decoder on T more tokens.
 
     A token sees the slots up to its position; later slots may hold anything. `params["layers"]` may
     be a tuple with the parameters of each layer, as `prope.inference.generation` splits them.
     Encodings that depend on the length of the sequence, such as dynamic scaling, are not for this.
 
     Args:
+      first_query: position of each row's first token; None: tokens begin at position 0, and see one
+        another by the layer's kernel, and not the cache, which they fill.
       cache: where a layer with a window has fewer slots than there are positions, it must have at
         least window + T - 1, for first tokens window.
       lengths: of the rows; tokens from there on are padding, which does not get into the cache.
@@ -344,7 +344,7 @@ def _run(spec, params, tokens, positions, memory, segment_ids=None, decoding=Non
     """Embeds tokens, runs the layers and normalises: (`hidden_states` [B, T, D], the memory)."""
     x = embed(spec, embedding(params), tokens)
     layers = spec.layers_at(context_size() * positions.shape[1])
-    tables = tables or rotation_tables(layers, positions)
+    tables = rotation_tables(layers, positions) if tables is None else tables
     per_layer = dict(tables.per_layer)
     scales = [layer.logit_scale for layer in layers]
     if len(set(scales)) > 1:

@@ -150,9 +150,9 @@ def _rotate_reversed_jvp(primals, tangents):
     """Reverses last, so that the transpose, the gradient, reverses the cotangent first."""
     _, cos, sin = primals
     tangent, _, _ = tangents
-    by_cos = tangent.astype(cos.dtype) * cos
-    by_sin = tangent.astype(cos.dtype) * -_signed(sin)
-    tangent_out = by_cos.astype(tangent.dtype) + _reverse(by_sin.astype(tangent.dtype))
+    dtype = tangent.dtype
+    tangent = tangent.astype(cos.dtype)  # once: gradients are summed in this dtype
+    tangent_out = (tangent * cos).astype(dtype) + _reverse((tangent * -_signed(sin)).astype(dtype))
     return _rotate_reversed(*primals), tangent_out
 
 

@@ -277,6 +277,12 @@ def device_kind() -> str:
     return getattr(device, "device_kind", "")
 
 
+def on_gpu() -> bool:
+    """Returns whether the devices in use are GPUs; False outside `use`."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return getattr(device, "platform", "") == "gpu"
+
+
 def context_size() -> int:
     """Returns C, over how many devices a sequence is split; 1 outside `use`."""
     return _size(jax.sharding.get_abstract_mesh(), ["context"])

@@ -20,7 +20,7 @@ from prope.errors import UsageError, log
 from prope.kernels.choice import matmul_precision
 from prope.loss import weighted_loss
 from prope.optimizer import make_optimizer, skip_nonfinite
-from prope.sharding import device_kind, hash_batch
+from prope.sharding import hash_batch, on_gpu
 from prope.spec.kinds import FULL, SLIDING
 from prope.spec.layers import Layer
 from prope.spec.run import Spec
@@ -66,7 +66,7 @@ def _choose_attention(spec: Spec, layer: Layer, device) -> tuple[str, str]:
 
 
 def _fits_context(spec: Spec, layer: Layer) -> bool:
-    """Returns whether cuDNN can share a sequence: it exchanges heads, and not with documents."""
+    """Returns whether cuDNN can compute a split sequence: by exchanged heads, without documents."""
     C = spec.mesh.context
     if C > 1 and spec.data.mask_documents:
         return False
@@ -86,12 +86,12 @@ def init_state(
 def resolve_scan(spec: Spec, devices: Sequence) -> Spec:
     """Returns the spec with model.scan_layers resolved: a step on one GPU is unrolled.
 
-    By the text compiled for an H100, one of Gemma 2B takes 252 ms instead of 289 then, and 3 times
-    as long to compile. For 8 of them XLA of JAX 0.11.2 crashes.
+    Estimated from its compiled text, one of Gemma 2B takes 252 ms on an H100 instead of 289 then;
+    it takes 2 to 3 times as long to compile. For 8 of them XLA of JAX 0.11.2 crashes.
     """
     if spec.model.scan_layers is not None:
         return spec
-    on_one_gpu = len(devices) == 1 and devices[0].platform in ("gpu", "cuda")
+    on_one_gpu = len(devices) == 1 and devices[0].platform == "gpu"
     return spec.replace({"model.scan_layers": not on_one_gpu})
 
 
@@ -142,7 +142,7 @@ def make_train_step(spec: Spec, optimizer: optax.GradientTransformation):
     """Makes the update (params, opt_state, batch) -> (params, opt_state, metrics).
 
     The metrics are loss, grad_norm and batch_hash. A fourth argument replaces the tables of
-    rotation, as in `model.hidden_states`.
+    rotation, as in `model.hidden_states`; one table serves all rows.
     """
 
     def step(params, opt_state, batch, tables=None):
@@ -186,7 +186,7 @@ def _cast_once(spec: Spec, params: model.Params) -> model.Params:
     There a matrix would be cast for every microbatch, forward and backward. Its gradient is rounded
     to the matmuls' dtype either way.
     """
-    if not device_kind().startswith("NVIDIA"):
+    if not on_gpu():
         return params
 
     def cast(x):
@@ -243,18 +243,11 @@ def compiler_options(spec: Spec, mesh: jax.sharding.Mesh) -> dict[str, bool]:
 
 
 def compile_step(
-    spec: Spec,
-    optimizer: optax.GradientTransformation,
-    mesh: jax.sharding.Mesh,
-    state,
-    options: dict | None = None,
+    spec: Spec, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh, state
 ) -> jax.stages.Compiled:
-    """Traces, lowers and compiles the training step, with `compiler_options` if none are given.
-
-    Other arguments are as for `trace_step`.
-    """
+    """Traces, lowers and compiles the training step; arguments as `trace_step`."""
     start = time.perf_counter()
     lowered = trace_step(spec, optimizer, mesh, state).lower()
-    compiled = lowered.compile(compiler_options=options or compiler_options(spec, mesh))
+    compiled = lowered.compile(compiler_options=compiler_options(spec, mesh))
     log.info("compiled in %.1f s", time.perf_counter() - start)
     return compiled

@@ -240,9 +240,9 @@ def _record_start(path: epath.Path, startup: Startup, step: int) -> None:
 def _log_run(spec: Spec, windows: Windows) -> None:
     """Logs devices, size, encoding and data in a line; and warmup that the run is too short for."""
     rotation = spec.model.describe_rotation()
-    if rotation.startswith("p-RoPE"):
+    if rotation.startswith("p-RoPE") and spec.model.rope_scaling_type == "none":
         p_star = turning_share(spec.data.seq_len, spec.model.max_wavelength)
-        turning = f"up to p = {p_star:.2f} they turn once in a window"
+        turning = f"pairs up to p = {min(max(p_star, 0), 1):.2f} complete a turn within a window"
         rotation += f" (p = {spec.model.rope_percentage}; {turning})"
     log.info(
         "%d x %s; %s parameters; %s; %s windows of %d tokens of %s",

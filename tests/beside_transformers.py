@@ -25,11 +25,10 @@ from prope.hf.exporter import export
 from prope.inference import generation
 from prope.inference.generation import Sampling
 from prope.loss import token_losses
-from prope.optimizer import make_optimizer
 from prope.runtime.processes import list_cores
 from prope.sharding import make_mesh
 from prope.spec.run import Spec
-from prope.step import batch_hidden, make_train_step
+from prope.step import batch_hidden, compile_step, prepare
 from prope.workdir.run import open_run
 
 NEW_TOKENS = 64
@@ -90,8 +89,8 @@ def our_programs(spec: Spec, params: model.Params, batch: dict[str, jax.Array]) 
         cap = spec.model.final_softcap
         return token_losses(hidden, model.head(params), batch["targets"], cap).mean()
 
-    optimizer = make_optimizer(spec)
-    step = jax.jit(make_train_step(spec, optimizer), donate_argnums=(0, 1))
+    spec, mesh, optimizer, shapes = prepare(spec, jax.devices()[:1])
+    step = compile_step(spec, optimizer, mesh, shapes)
     state = []
 
     def train():

@@ -16,9 +16,10 @@ models=(2b 300m smollm2) steps=5 rows=4 length=2048 tokens=1024 shape=4,8192,8,2
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 failed=()
 
-part() { # NAME SECONDS COMMAND..
+part() { # NAME SECONDS COMMAND..; fewer seconds where less than that is left of 15 minutes
   local name=$1 start=$SECONDS code=0
-  timeout "$2" "${@:3}" >"$out/$name.json" 2>"$out/$name.log" || { code=$? && failed+=("$name"); }
+  local limit=$(($2 < 900 - SECONDS ? $2 : 900 - SECONDS))
+  timeout "$((limit > 1 ? limit : 1))" "${@:3}" >"$out/$name.json" 2>"$out/$name.log" || { code=$? && failed+=("$name"); }
   echo "$name: exit code $code after $((SECONDS - start)) s"
 }
 

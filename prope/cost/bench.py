@@ -111,7 +111,7 @@ def _rotation_programs(rotate: Callable, cotangent: jax.Array) -> dict[str, Call
 def bench_step(spec: Spec, steps: int, with_profile: bool = False) -> dict:
     """Times warm steps of training on all devices, alternating with a plain matmul on one.
 
-    Then, `with_profile`, it traces steps: on a GPU without CUDA graphs, which hide kernels.
+    Then, `with_profile`, it traces steps.
     """
     check_count()
     devices = jax.devices()
@@ -119,15 +119,12 @@ def bench_step(spec: Spec, steps: int, with_profile: bool = False) -> dict:
     sharding.check_devices(spec, devices)
     prepared = prepare(spec, devices)
     spec, mesh, optimizer, shapes = prepared
-    options = compiler_options(spec, mesh)
     if with_profile:
         # A program from the cache might have the source paths of an earlier version.
         jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
-        if first.platform == "gpu":
-            options["xla_gpu_enable_command_buffer"] = ""
     start = time.perf_counter()
     with compiling():
-        step = compile_step(spec, optimizer, mesh, shapes, options)
+        step = compile_step(spec, optimizer, mesh, shapes)
     compile_seconds = time.perf_counter() - start
     # A CPU's clock is too coarse for one matmul: together the repeats take about a second.
     size, repeats = (2048, 8) if first.platform == "cpu" else (8192, 64)
@@ -160,7 +157,7 @@ def bench_step(spec: Spec, steps: int, with_profile: bool = False) -> dict:
         "temporary_bytes": memory.temp_size_in_bytes,
         "compile_seconds": compile_seconds,
         "xla_flags": xla_flags.in_force(),
-        "compiler_options": options,
+        "compiler_options": compiler_options(spec, mesh),
     }
     if with_profile:
         result["profile"] = profile(programs["step"], hlo.parse(step.as_text()), chip)

@@ -57,7 +57,7 @@ def _parts(x: Instruction) -> list[Instruction]:
     """Lists the instructions within a fusion or an asynchronous computation; of others, itself."""
     if not x.opcode.startswith(("fusion", "async")):
         return [x]
-    return [part for y in x.called("calls").instructions.values() for part in _parts(y)]
+    return [part for y in x.start.called("calls").instructions.values() for part in _parts(y)]
 
 
 def _find_matmuls(x: Instruction) -> list[Instruction]:
@@ -65,6 +65,6 @@ def _find_matmuls(x: Instruction) -> list[Instruction]:
 
 
 def _matmul_flops(x: Instruction) -> int:
-    """Counts 2 m n k of a product of [m, k] and [k, n], from the sizes of these and of [m, n]."""
+    """Counts 2 m n k of a product of [m, k] and [k, n], not batched, from the three sizes."""
     arrays = [y.arrays[0].shape for y in (*x.operands[:2], x)]
     return 2 * math.isqrt(math.prod(map(math.prod, arrays)))

@@ -68,9 +68,9 @@ class Instruction:
     @property
     def start(self) -> "Instruction":
         """The instruction itself; of the done of a start, the start."""
-        if self.opcode.endswith("-done") and self.operands:
+        if self.opcode.endswith(("-done", "-update")) and self.operands:
             first = self.operands[0]
-            return first.start if first.opcode.endswith("-start") else self
+            return first.start if first.opcode.endswith(("-start", "-update")) else self
         return self
 
 
@@ -126,8 +126,7 @@ def _parse_arrays(types: str) -> list[Array]:
 def runs(computation: Computation, times: int = 1) -> Iterator[tuple[Instruction, int]]:
     """Yields every instruction that runs and how often, once for every place that runs it.
 
-    Of branches it is the one that calls cuDNN, if one does: another has what cuDNN does not take.
-    Otherwise it is the one whose results are the largest.
+    Of branches it is the one that calls cuDNN, or else the one whose results are the largest.
     """
 
     def weight(branch):

@@ -38,7 +38,7 @@ def profile(run: Callable, module: Computation, chip: Chip | None) -> dict:
     busy = idle = end = 0.0
     for start, stop, name in sorted(_kernels(planes, module)):
         classes.setdefault(name, Counter())["measured_milliseconds"] += stop - start
-        idle += max(0.0, start - (end or start))
+        idle += max(0.0, start - (end if end else start))
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return {"busy_milliseconds": busy, "idle_milliseconds": idle, "classes": classes}

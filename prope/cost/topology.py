@@ -9,13 +9,13 @@ import tomllib
 from collections.abc import Iterator
 from unittest import mock
 
-# JAX asks the attached GPU two questions by this module and cuDNN's, which have no public name.
+# JAX asks the attached GPU two questions by these modules, which have no public name.
 from jax._src import xla_bridge
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental import topologies
 
 from prope.cost import flops
 from prope.errors import UsageError, usage_error
-from prope.kernels.documents import cudnn
 from prope.runtime import xla_flags
 
 GPUS = tomllib.loads(pathlib.Path(__file__).with_name("gpus.toml").read_text())

@@ -227,8 +227,8 @@ def _bytes_written(x: Instruction) -> int:
 
 def _is_free(x: Instruction) -> bool:
     """Returns whether an instruction moves no data by itself."""
-    _is_free_call = x.opcode == "custom-call" and re.search(_FREE_CALLS, x.attributes)
-    return bool(_is_free_call) or x.kind in _FREE
+    is_free_call = x.opcode == "custom-call" and re.search(_FREE_CALLS, x.attributes)
+    return bool(is_free_call) or x.kind in _FREE
 
 
 def _is_chained(x: Instruction) -> bool:

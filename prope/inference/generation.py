@@ -34,8 +34,8 @@ from prope.spec.model import ModelSpec
 from prope.spec.run import Spec
 from prope.workdir.run import Run, open_run
 
-_CHUNK = 512  # most tokens of a prompt that are read at a time
-# Tokens of all rows that a GPU reads first, at once: by cuDNN, for the cache is empty.
+_CHUNK = 512  # most tokens of a prompt that are read at a time, after the first ones
+# By platform: tokens of all rows that are read first, at once, for the cache is empty.
 _FIRST_CHUNK = {"gpu": 2**14}
 
 Prompts = Int[Array, "B T"]

@@ -4,8 +4,6 @@ import contextlib
 
 import jax
 
-from prope.kernels.documents import cudnn
-
 
 def choose_implementation(
     requested: str,
@@ -61,9 +59,6 @@ def choose_implementation(
             "it keeps documents apart from Hopper GPUs on (data.mask_documents)": (
                 not segmented or capability >= (9, 0)
             ),
-            "this JAX has no packed documents (data.mask_documents)": (
-                not segmented or cudnn is not None
-            ),
             "it has no soft cap on scores (model.attention_softcap)": not capped,
             divisor: fits_context,
             "it has no mask for sinks": not sinks,
@@ -82,8 +77,7 @@ def choose_implementation(
     if obstacles:
         return "xla", refusal
     if segmented and candidate == "cudnn":
-        # tests/on_gpu.py compares it with float64; it has not run on a GPU yet.
-        return "xla", "cudnn within documents was never compared on a GPU; attention=cudnn takes it"
+        return "xla", "cudnn within documents is experimental; attention=cudnn takes it"
     return native, f"the fastest on a {platform}"
 
 

@@ -6,11 +6,6 @@ Axes: B batch, T tokens of a row, M documents of a row.
 import jax
 import jax.numpy as jnp
 
-try:  # it has no public name
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-except ImportError:
-    cudnn = None
-
 # cuDNN has statistics of M T queries: for M = 64 and head_dim 256 half as large as its output.
 _MOST_DOCUMENTS = 64
 _FEWEST_TOKENS = 128  # of a document, on average

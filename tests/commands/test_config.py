@@ -387,11 +387,11 @@ def test_attention_that_masks_documents_is_chosen_for_the_device(platform, expec
 @pytest.mark.parametrize(
     ("platforms", "asked", "scanned"),
     [
-        (["cuda"], None, False),
-        (["cuda", "cuda"], None, True),
+        (["gpu"], None, False),
+        (["gpu", "gpu"], None, True),
         (["tpu"], None, True),
         (["cpu"], None, True),
-        (["cuda"], True, True),
+        (["gpu"], True, True),
         (["cpu"], False, False),
     ],
 )

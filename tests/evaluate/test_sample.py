@@ -104,13 +104,6 @@ for fields in (
 ):
     VARIANTS.append(pytest.param(fields, marks=pytest.mark.slow))
 
-WINDOWS = {
-    "num_layers": 2,
-    "layer_types": ("sliding_attention", "full_attention"),
-    "sliding_window": 6,
-}
-
-
 # --- With the cache as without ----------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from support.models import (
 from support.models import draw_attention as draw
 
 from prope import model
-from prope.attention import _IMPLEMENTATIONS, attention, choose_implementation
+from prope.attention import attention, choose_implementation
 from prope.cost.topology import as_if_attached, find_devices
 from prope.cost.traced import count_flops
 from prope.kernels import blockwise, cache, documents
@@ -310,10 +310,10 @@ def test_documents_go_to_cudnn_where_it_takes_as_many(monkeypatch, fits, window)
     def poison(*_, **__):
         return jnp.full(arrays[0].shape, jnp.nan)
 
-    by_blocks = _IMPLEMENTATIONS["xla"]
-    kernel, blocks = (documents_by_xla, poison) if fits else (poison, by_blocks)
-    monkeypatch.setattr(documents.cudnn, "dot_product_attention", kernel)
-    monkeypatch.setitem(_IMPLEMENTATIONS, "xla", blocks)
+    kernel = documents_by_xla if fits else poison
+    monkeypatch.setattr("prope.attention.cudnn.dot_product_attention", kernel)
+    if fits:
+        monkeypatch.setattr("prope.attention._by_blocks", poison)
     monkeypatch.setattr(documents, "_FEWEST_TOKENS", 16 if fits else 20)
     check_attention(*arrays, mask, implementation="cudnn")
 
@@ -382,7 +382,6 @@ CHOICES = [
     (make_gpu("10.0"), {"H": 256}, ()),
     (HOPPER, {"H": 384}, ("head_dim", "256", "384")),
     (HOPPER, {"dtype": "float32"}, ("dtype", "float32")),
-    (HOPPER, {"segmented": True, "H": 256}, ("documents",)),
     (AMPERE, {"segmented": True}, ("Hopper", "data.mask_documents")),
     (HOPPER, {"fits_context": False}, ("mesh.context must divide",)),
     (HOPPER, {"segmented": True, "fits_context": False}, ("mesh.context must be 1",)),
@@ -412,20 +411,16 @@ def test_a_device_takes_its_kernel_where_it_can(device, change, obstacles):
         assert choose_implementation(kernel, device, **workload)[0] == name == kernel
         return
     assert name == "xla"
-    if obstacles == ("documents",):  # which has to be asked for
-        assert choose_implementation(kernel, device, **workload)[0] == kernel
-        assert f"attention={kernel}" in reason
-        return
     line = refuse(kernel, device, workload)
     for words in obstacles:
         assert words in reason and words in line
 
 
-def test_a_jax_without_packed_documents_takes_xla_for_them(monkeypatch):
-    monkeypatch.setattr("prope.kernels.choice.cudnn", None)
-    check = test_a_device_takes_its_kernel_where_it_can
-    check(HOPPER, {"segmented": True}, ("this JAX",))
-    check(HOPPER, {}, ())
+def test_documents_by_cudnn_have_to_be_asked_for():
+    workload = WORKLOAD | {"segmented": True}
+    assert choose_implementation("cudnn", HOPPER, **workload)[0] == "cudnn"
+    name, reason = choose_implementation("auto", HOPPER, **workload)
+    assert name == "xla" and "attention=cudnn" in reason
 
 
 def test_kernels_are_for_one_kind_of_device():

@@ -60,10 +60,6 @@ def test_pairs_up_to_p_star_turn_once_in_the_length(theta, length):
     assert [k <= twice * 128 for k in range(128)] == [of_pair >= 2 for of_pair in turns]
 
 
-def test_p_star_of_the_paper_is_about_its_best():
-    assert round(encodings.turning_share(8192, 1e4), 2) == 0.78
-
-
 def test_scalings_of_the_wavelength_have_the_numbers_of_their_formulas():
     close(
         frequencies(16, encodings.ntk_wavelength(16, 1e4, 4)),
