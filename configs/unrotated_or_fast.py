@@ -16,7 +16,8 @@ Command    python configs/results/unrotated_or_fast.py pack --source=LINUX.tar.x
            has the evaluations. --size=pilot is for a CPU: 0.3 M parameters, windows of 256.
 Hardware   One H100 or H200 with 80 GB. The pilot: one CPU core and 3 GB of memory.
 Hours      8 minutes for 24 models of 24 M tokens, computed at 1.8 M tokens/s; not run on a GPU.
-Expected   configs/results/unrotated_or_fast.md: what is declared; not yet run.
+Expected   configs/results/unrotated_or_fast.md: what is declared, and a pilot of 60
+           steps; not yet run at this size.
 """
 
 import math

@@ -284,6 +284,23 @@ def train_together(specs: dict, places: dict, end: float) -> dict:
 # --- Tables ---------------------------------------------------------------------------------------
 
 
+def training_rows(workdir: pathlib.Path) -> list[str]:
+    """By arm: seeds, the loss of its last batch with its deviation over seeds, seconds per step."""
+    by_arm = {}
+    for place in sorted(workdir.glob("config=*,seed=*")):
+        arm = place.name.removeprefix("config=").partition(",")[0].partition("-")[0]
+        by_arm.setdefault(arm, []).append(_read_lines(place / "metrics.jsonl")[-1])
+    rows = []
+    for arm in PAGE["ARMS"]:
+        losses = [record["loss"] for record in by_arm[arm]]
+        (step,) = {record["step"] for record in by_arm[arm]}
+        seconds = np.median([record["step_seconds"] for record in by_arm[arm]])
+        deviation = f"{np.std(losses, ddof=1):.3f}"
+        cells = (len(losses), step, f"{np.mean(losses):.3f}", deviation, f"{seconds:.1f}")
+        rows.append(_row(arm, *cells))
+    return rows
+
+
 class Records:
     """What the runs of a folder were asked, by arm and seed."""
 
@@ -419,6 +436,7 @@ def main() -> None:
         done = train(flags.page, flags.size, flags.workdir, flags.data, flags.seconds)
         print(json.dumps(done))
     else:
+        print("\n".join(training_rows(pathlib.Path(flags.workdir))))
         records = Records(pathlib.Path(flags.workdir))
         print("\n".join(arm_rows(records) + contrast_rows(records)))
 

@@ -531,6 +531,14 @@ def test_which_pairs_must_rotate_is_in_its_records(tmp_path):
     assert script["draw"](models).render().startswith(b"\x89PNG")
 
 
+def test_the_pilot_of_six_arms_is_in_its_records(tmp_path):
+    lines = unpack("unrotated_or_fast", tmp_path)
+    script = runpy.run_path(str(RESULTS / "unrotated_or_fast.py"))
+    rows = script["training_rows"](pathlib.Path(tmp_path))
+    assert len(rows) == 6
+    assert [row for row in rows if row not in lines] == []
+
+
 def test_a_table_of_tasks_has_the_seeds_that_have_all_methods(tmp_path):
     """By hand: differences 0.4, 0.5 and 0.6 of three seeds have Student's t of 5 / 0.5774."""
     shares = {
