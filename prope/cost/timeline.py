@@ -38,7 +38,7 @@ def profile(run: Callable, module: Computation, chip: Chip | None) -> dict:
     busy = idle = end = 0.0
     for start, stop, name in sorted(_kernels(planes, module)):
         classes.setdefault(name, Counter())["measured_milliseconds"] += stop - start
-        idle += max(0.0, start - (end if end else start))
+        idle += max(0.0, start - end if end else 0.0)
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return {"busy_milliseconds": busy, "idle_milliseconds": idle, "classes": classes}
@@ -49,13 +49,14 @@ def _kernels(planes: list, module: Computation) -> Iterator[tuple[float, float, 
 
     On a device what is not in the module is of the class "other".
     """
-    names = {x.name: x.opcode not in _CONTAINERS and classify(x) for x, _ in runs(module)}
+    names = {x.name: None if x.opcode in _CONTAINERS else classify(x) for x, _ in runs(module)}
     devices = [plane for plane in planes if re.match("/device:[GT]PU:", plane.name)]
+    unknown = "other" if devices else None
     for plane in devices[:1] or planes:
         prefix = "Stream" if "GPU" in plane.name else "XLA Ops" if devices else ""
         for line in (line for line in plane.lines if line.name.startswith(prefix)):
             for event in line.events:
                 text = str(dict(event.stats).get("hlo_op", event.name))  # a TPU's is "%NAME = .."
-                name = names.get(re.match(r"%?([\w.\-]*)", text)[1], devices and "other")
+                name = names.get(re.match(r"%?([\w.\-]*)", text)[1], unknown)
                 if name:
                     yield _SCALE * event.start_ns, _SCALE * event.end_ns, name
